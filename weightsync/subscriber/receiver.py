@@ -1,0 +1,284 @@
+"""The background thread that receives versions: pull, read, verify, hand to the gate."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from weightsync.errors import (
+    DigestError,
+    EvictedError,
+    LayoutError,
+    SyncTimeoutError,
+    TransportError,
+    VersionError,
+    WeightSyncError,
+)
+from weightsync.subscriber.session import Session, mismatches
+from weightsync.versioning.slots import SlotState, SlotTable
+from weightsync.versioning.swap.mode import SwapMode, Uint64s
+from weightsync.wire import messages as m
+from weightsync.wire.transport import ReadJob
+
+_ATTEMPTS = 2
+_RETRY_S = 0.2
+
+
+class Receiver:
+    """Owns the session and the slots. `changed` guards both, and every field; callbacks are called without it.
+
+    `open_session` makes a session from a welcome; `send` queues a message to the publisher; `on_verified(version)` and
+    `on_failed(version, error)` tell the subscriber; `rejoin` asks for a fresh welcome.
+    """
+
+    def __init__(
+        self,
+        mode: SwapMode,
+        table: SlotTable,
+        *,
+        verify_full: bool,
+        timeout_s: float,
+        open_session: Callable[[m.Welcome], Session],
+        send: Callable[[m.FromMember], None],
+        on_session: Callable[[Session], None],
+        on_verified: Callable[[int, float], None],
+        on_failed: Callable[[int, WeightSyncError], None],
+        rejoin: Callable[[], None],
+    ) -> None:
+        self.changed = threading.Condition()
+        self.table = table
+        self.session: Session | None = None
+        self.fatal: BaseException | None = None
+        self.progress = ctypes.c_uint64(0)
+        self._mode = mode
+        self._verify_full, self._timeout_s = verify_full, timeout_s
+        self._open_session, self._send, self._rejoin = open_session, send, rejoin
+        self._on_session, self._on_verified, self._on_failed = on_session, on_verified, on_failed
+        self._welcome: m.Welcome | None = None
+        self._announce: m.Announce | None = None
+        self._seal: m.Seal | None = None
+        self._abort: str | None = None
+        self._newest_tried = 0
+        self._is_pulling = False
+        self._cancel = ctypes.c_uint32(0)
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="weightsync-receiver", daemon=True)
+        self._thread.start()
+
+    # ---- from the link's thread
+
+    def take(self, message: m.ToMember) -> None:
+        """One message of the publisher."""
+        with self.changed:
+            match message:
+                case m.Welcome():
+                    self._welcome, self._announce, self._seal = message, None, None
+                    self._cancel.value = 1  # whatever is being read belongs to an older welcome
+                case m.Announce():
+                    self._announce, self._seal, self._abort = message, None, None
+                    self._is_pulling = False
+                case m.Seal() if self._announce and message.version == self._announce.version:
+                    self._seal = message
+                case m.Abort() if self._announce and message.version == self._announce.version:
+                    self._abort = message.reason
+                    self._cancel.value = 1
+            self.changed.notify_all()
+
+    def lose(self, reason: str) -> None:
+        """The publisher is gone: stop reading, keep serving."""
+        with self.changed:
+            self._abort = self._abort or reason
+            self._cancel.value = 1
+            self._is_pulling = False
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        with self.changed:
+            self._stopping = True
+            self._cancel.value = 1
+            self.changed.notify_all()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=30.0)
+        if self.session is not None:
+            self.session.close()
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self.changed:
+                    work = self._next_work()
+                if work is None:
+                    return
+                if isinstance(work, m.Welcome):
+                    self._begin_session(work)
+                else:
+                    self._receive(work)
+        except BaseException as error:  # a thread's edge: kept, raised to whoever waits
+            with self.changed:
+                self.fatal = error
+                self.changed.notify_all()
+
+    def _next_work(self) -> m.Welcome | m.Announce | None:
+        while not self._stopping:
+            if self._welcome is not None:
+                welcome, self._welcome = self._welcome, None
+                return welcome
+            announce = self._announce
+            if announce is not None and self._abort is None and self.session is not None:
+                if announce.version > self._newest_tried:
+                    self._cancel.value = 0
+                    return announce
+                self._announce = None
+            if self._abort is not None:
+                self._announce, self._abort = None, None
+            self._pull_if_idle()
+            self.changed.wait()
+        return None
+
+    def _pull_if_idle(self) -> None:
+        if self.session is not None and self._announce is None and not self._is_pulling and self._has_room():
+            self._is_pulling = True
+            self._send(m.Pull(self.session.epoch, self._newest_tried))
+
+    def _has_room(self) -> bool:
+        if (
+            self._mode.borrows_slots
+        ):  # a borrowed slot costs nothing here, but two pending ones would starve the publisher
+            return not self.table.find(SlotState.VERIFIED)
+        return self.table.has_room()
+
+    def _begin_session(self, welcome: m.Welcome) -> None:
+        with self.changed:
+            old, self.session = self.session, None
+            self._newest_tried, self._is_pulling, self._abort = 0, False, None
+            if self._mode.borrows_slots:
+                self.table.forget()  # those slots were of a publisher that is no more
+        if old is not None:
+            old.close()
+        try:
+            session = self._open_session(welcome)
+        except WeightSyncError as error:
+            with self.changed:
+                self.fatal = error if isinstance(error, LayoutError) else None
+                self.changed.notify_all()
+            self._on_failed(0, error)
+            if isinstance(error, TransportError):
+                time.sleep(_RETRY_S)
+                self._rejoin()
+            return
+        with self.changed:
+            self.session, self.fatal = session, None
+            self.changed.notify_all()
+        self._on_session(session)
+
+    def _receive(self, announce: m.Announce) -> None:
+        with self.changed:
+            session = self.session
+            if session is None:
+                return
+            number = self._take_slot(announce)
+        started = time.monotonic()
+        try:
+            expected = self._fill(session, announce, number)
+        except EvictedError:
+            self._give_up(number, announce, SlotState.EMPTY)
+        except TransportError as error:
+            self._give_up(number, announce, SlotState.EMPTY)
+            if not self._cancel.value:
+                self._on_failed(announce.version, error)
+                self._rejoin()
+        except VersionError as error:
+            self._refuse(session, number, announce, error)
+        except SyncTimeoutError as error:
+            self._refuse(session, number, announce, error)
+        else:
+            with self.changed:
+                self._newest_tried, self._announce = announce.version, None
+                self.table.move(number, SlotState.VERIFIED)
+                self.table.slots[number].digests = expected
+            took = time.monotonic() - started
+            borrows = self._mode.borrows_slots
+            self._send(m.Verified(session.epoch, announce.version, took, session.transport, borrows))
+            self._on_verified(announce.version, took)
+
+    def _take_slot(self, announce: m.Announce) -> int:
+        if not self._mode.borrows_slots:
+            return self.table.take(announce.epoch, announce.version)
+        if self.table.slots[announce.slot].state is SlotState.RETIRED:
+            self.table.move(announce.slot, SlotState.EMPTY)
+        self.table.take_this(announce.slot, announce.epoch, announce.version)
+        return announce.slot
+
+    def _fill(self, session: Session, announce: m.Announce, number: int) -> Uint64s:
+        """Read and verify; returns the expected digests. Raises what `_receive` sorts out."""
+        plan = session.plan
+        wrong: list[str] = []
+        for _ in range(_ATTEMPTS):
+            self.progress.value = 0
+            digests = np.zeros(len(plan.wants), np.uint64)
+            targets = self._mode.destinations(number)[plan.wants]
+            job = ReadJob(
+                announce.slot,
+                announce.generation,
+                targets,
+                digests,
+                self._timeout_s,
+                self.progress,
+                self._cancel,
+            )
+            if not self._mode.borrows_slots:
+                session.reader.read(job)
+            expected = self._await_seal(announce, len(session.layout.shards))[plan.shards]
+            if self._verify_full:
+                session.verifier.run(targets, None, digests, threads=self._mode.threads)
+            elif self._mode.borrows_slots:
+                return expected  # the very bytes that were digested while they were staged, sealed and leased
+            wrong = mismatches(plan, digests, expected)
+            if not wrong:
+                return expected
+        shown = f"{', '.join(wrong[:10])}{', …' if len(wrong) > 10 else ''}"
+        raise DigestError(
+            f"version {announce.version}: {len(wrong)} tensors do not match their digests: {shown}"
+        )
+
+    def _await_seal(self, announce: m.Announce, shards: int) -> Uint64s:
+        with self.changed:
+            got = self.changed.wait_for(
+                lambda: (
+                    self._seal is not None
+                    or self._abort is not None
+                    or self._stopping
+                    or self._welcome is not None
+                ),
+                self._timeout_s,
+            )
+            if self._seal is not None and self._seal.version == announce.version:
+                if len(self._seal.digests) != 8 * shards:
+                    raise VersionError(
+                        f"version {announce.version}: {len(self._seal.digests)} bytes of digests, expected {8 * shards}"
+                    )
+                return np.frombuffer(self._seal.digests, "<u8").astype(np.uint64)
+            if got:
+                raise EvictedError(f"version {announce.version}: {self._abort or 'given up'}")
+        raise SyncTimeoutError(f"version {announce.version} was not sealed within {self._timeout_s:g} s")
+
+    def _give_up(self, number: int, announce: m.Announce, to: SlotState) -> None:
+        with self.changed:
+            self.table.move(number, to)
+            if self._announce is announce:
+                self._announce = None
+            self._abort = None
+
+    def _refuse(self, session: Session, number: int, announce: m.Announce, error: WeightSyncError) -> None:
+        self._give_up(number, announce, SlotState.FAILED)
+        with self.changed:
+            self.table.move(number, SlotState.EMPTY)
+            self._newest_tried = announce.version
+        self._send(m.Failed(session.epoch, announce.version, str(error)))
+        self._on_failed(announce.version, error)

@@ -1,0 +1,464 @@
+"""The subscriber: what an inference server embeds."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Literal
+
+import numpy as np
+import torch
+
+from weightsync.config import default_threads
+from weightsync.errors import (
+    ConfigError,
+    NotReadyError,
+    SyncTimeoutError,
+    UsageError,
+    VersionError,
+    WeightSyncError,
+)
+from weightsync.subscriber.link import Link
+from weightsync.subscriber.receiver import Receiver
+from weightsync.subscriber.session import Choice, Session, mismatches, open_session, verifier_of
+from weightsync.tensors import Source, find_tensors, ignored_tensors
+from weightsync.versioning.gate import Gate, Step
+from weightsync.versioning.slots import Slot, SlotState, SlotTable
+from weightsync.versioning.swap.mode import SwapMode, byte_strides
+from weightsync.versioning.swap.modes import swap_mode
+from weightsync.wire import messages as m
+from weightsync.wire.address import parse_address, require_safe
+from weightsync.wire.keys import load_subscriber_keys
+from weightsync.wire.plan import Plan
+from weightsync.wire.transport import Environment
+
+log = logging.getLogger("weightsync")
+SwapName = Literal["remap", "copy", "flip", "adopt"]
+_BORROWED_SLOTS = 64
+_HISTORY = 4096
+
+
+@dataclass(slots=True)
+class SubscriberStats:
+    """Counters of one subscriber since it was made; the deques keep the newest 4096 values, in seconds."""
+
+    versions_verified: int = 0
+    versions_live: int = 0
+    versions_failed: int = 0
+    bytes_received: int = 0
+    transport: str = ""
+    last_error: str | None = None
+    swap_pauses_s: deque[float] = field(default_factory=lambda: deque(maxlen=_HISTORY))
+    read_s: deque[float] = field(default_factory=lambda: deque(maxlen=_HISTORY))
+
+
+@dataclass(frozen=True, slots=True)
+class _Live:
+    """The version that serves: its label, and the digests it must have (one for each move)."""
+
+    epoch: int
+    version: int
+    digests: np.ndarray | None
+
+
+class Subscriber:
+    """Follows the publisher at `address` and keeps the tensors of `source` at its newest verified version.
+
+    `swap`: how a version goes live. `remap` exchanges page tables (default), `copy` writes in place (storage an engine
+    owns), `flip` rebinds tensors, `adopt` maps the publisher's slot itself (same host). All but `copy` move the tensors
+    into memory of ours at `start()`. `transport`: `auto` tries the fastest first; a name never falls back. `slots`:
+    versions held, two at least; a third makes `rollback()` possible at any time. `verify`: `fused` digests while
+    receiving (with `adopt`: trusts the publisher's seal); `full` reads everything again. `allow_missing`, `ignore`: name
+    patterns wanted here but not published, and the reverse. `initial_version`: the tensors' own content counts as this
+    version. `timeout_s`: for joining, for the first version and for a stalled publisher. `drain_timeout_s`: how long a
+    step waits for others to leave before a swap.
+
+    `on_ready(version)`, `on_live(version, pause_s)`, `on_failed(version, error)` are called on the thread where it
+    happens and must not block; version 0 in `on_failed` means that no session could be opened.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        source: Source,
+        *,
+        swap: SwapName = "remap",
+        transport: str = "auto",
+        slots: int = 2,
+        verify: Literal["fused", "full"] = "fused",
+        allow_missing: Iterable[str] = (),
+        ignore: Iterable[str] = (),
+        initial_version: int | None = None,
+        name: str | None = None,
+        threads: int | None = None,
+        keys: str | os.PathLike[str] | None = None,
+        insecure: bool = False,
+        timeout_s: float = 60.0,
+        drain_timeout_s: float = 5.0,
+        on_ready: Callable[[int], None] | None = None,
+        on_live: Callable[[int, float], None] | None = None,
+        on_failed: Callable[[int, WeightSyncError], None] | None = None,
+    ) -> None:
+        if slots < 2:
+            raise ConfigError(f"slots={slots}: at least 2 are needed, one to serve while the other is filled")
+        if verify not in ("fused", "full"):
+            raise ConfigError(f"verify={verify!r}: choose fused or full")
+        self._address = parse_address(address)
+        require_safe(self._address, has_keys=keys is not None, insecure=insecure)
+        self._keys = load_subscriber_keys(keys) if keys is not None else None
+        self._choice = Choice(transport, tuple(allow_missing), tuple(ignore))
+        threads = threads or default_threads()
+        self._entries = find_tensors(source, ignore=self._choice.ignore)
+        self._role = "server"
+        self._mode = self._make_mode(slots, swap, ignored_tensors(source, self._choice.ignore), threads)
+        self._table = self._new_table(slots, initial_version)
+        self._verify_full = verify == "full"
+        self._name = name or f"{socket.gethostname()}:{os.getpid()}"
+        self._instance = secrets.token_hex(16)
+        self._timeout_s = timeout_s
+        self._on_ready, self._on_live, self._on_failed = on_ready, on_live, on_failed
+        self._environment = Environment(
+            None, self._keys, self._address.host if self._address.scheme == "tcp" else "127.0.0.1", self._instance,
+            threads, lambda instance: None,
+        )  # fmt: skip
+        self._gate = Gate(self._swap, drain_timeout_s)
+        self._live = None if initial_version is None else _Live(0, initial_version, None)
+        self._plan: Plan | None = None
+        self._receiver: Receiver | None = None
+        self._link: Link | None = None
+        self._is_closed = False
+        self.stats = SubscriberStats()
+
+    # ---- life
+
+    @torch.no_grad()
+    def start(self, timeout_s: float | None = None) -> Subscriber:
+        """Join the publisher, match layouts, take over the tensors, and prefetch in the background from here on.
+
+        Raises LayoutError listing every disagreement, SyncTimeoutError if no publisher with a layout answers, and
+        TransportError if no data path works. After an error the subscriber is closed.
+        """
+        if self._receiver is not None or self._is_closed:
+            raise UsageError("start() was called before; make a new subscriber")
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        failures: list[WeightSyncError] = []
+
+        def failed(version: int, error: WeightSyncError) -> None:
+            failures.append(error)
+            self._failed(version, error)
+
+        receiver = self._receiver = Receiver(
+            self._mode, self._table,
+            verify_full=self._verify_full, timeout_s=self._timeout_s, open_session=self._open, send=self._send,
+            on_session=self._joined, on_verified=self._verified, on_failed=failed, rejoin=self._rejoin,
+        )  # fmt: skip
+        self._link = Link(
+            self._address, self._keys, hello=self._hello, heartbeat=self._heartbeat,
+            on_message=receiver.take, on_lost=receiver.lose,
+        )  # fmt: skip
+        self._link.start()
+        with receiver.changed:
+            receiver.changed.wait_for(lambda: receiver.session or receiver.fatal, timeout_s)
+            session, fatal = receiver.session, receiver.fatal
+        if session is None:
+            refusal = self._link.refusal
+            self.close()
+            if fatal is not None:
+                raise fatal
+            if failures:
+                raise failures[-1]
+            raise SyncTimeoutError(_no_answer(self._address.text, timeout_s, refusal, self._keys is not None))
+        return self
+
+    def close(self) -> None:
+        """Leave. The tensors keep the version they have."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._receiver is not None:
+            self._receiver.close()
+        self._mode.close()
+        if self._link is not None:
+            self._link.close()
+
+    def __enter__(self) -> Subscriber:
+        return self if self._receiver is not None else self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- serving
+
+    def step(self) -> Step:
+        """Pins one version for one forward pass: `with sub.step() as version:` (or `async with`).
+
+        On entry a pending verified version goes live, once no other step is open. Before the first version it waits up to
+        `timeout_s`, then raises NotReadyError.
+        """
+        if self._live is None:
+            self._await_first()
+        return self._gate.step(self._label)
+
+    def wait_for(self, version: int, timeout_s: float = 60.0) -> int:
+        """Block until the live version is at least `version`; returns it. Makes pending versions live itself while no
+        step is open. Raises SyncTimeoutError, and the error that ended the session if there is one."""
+        if self._gate.is_inside():
+            raise UsageError("wait_for() inside a step would wait for that step; leave it first")
+        receiver = self._require_started()
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._gate.adopt_pending()
+            with receiver.changed:
+                if self._has(version):
+                    return self._label()
+                if receiver.fatal is not None:
+                    raise receiver.fatal
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise SyncTimeoutError(self._why_not(version, timeout_s))
+                if not self._table.find(SlotState.VERIFIED):
+                    receiver.changed.wait(min(left, 0.5))
+                    continue
+            time.sleep(0.001)  # verified, but another thread's step is open
+
+    async def wait_for_async(self, version: int, timeout_s: float = 60.0) -> int:
+        """As `wait_for`, without blocking the event loop."""
+        return await asyncio.to_thread(self.wait_for, version, timeout_s)
+
+    def rollback(self, timeout_s: float = 5.0) -> int:
+        """Make the version before the live one live again; returns it. Local: other servers are not asked. The version
+        rolled back from is not adopted again; a newer one is.
+
+        Raises UsageError if no older version is held (raise `slots`), SyncTimeoutError if steps stay open.
+        """
+        receiver = self._require_started()
+        with self._gate.exclusive(timeout_s), receiver.changed:
+            number = self._previous()
+            started = time.perf_counter()
+            self._mode.activate(number)
+            if not self._mode.is_separate:
+                self._table.activate(number)
+            slot = self._table.slots[number]
+            self._live = _Live(slot.epoch, slot.version, slot.digests)
+            receiver.changed.notify_all()
+            self._send(m.Live(slot.epoch, slot.version, time.perf_counter() - started))
+        return slot.version
+
+    def check(self) -> list[str]:
+        """Digest the live weights as they are now and compare with the manifest of the version they claim to be. Call it
+        inside a step. Names of tensors that differ; empty when all is right (or the version is the initial one)."""
+        if not self._gate.is_inside():
+            raise UsageError("check() needs a pinned version; call it inside `with sub.step():`")
+        live, plan = self._live, self._plan
+        if live is None or live.digests is None or plan is None:
+            return []
+        tensors = [self._entries[number].tensor for number in plan.wants]
+        strides = [byte_strides(tensor) for tensor in tensors]
+        addresses = np.fromiter((tensor.data_ptr() for tensor in tensors), np.uint64, len(tensors))
+        digests = np.zeros(len(tensors), np.uint64)
+        verifier_of(plan, strides).run(addresses, None, digests, threads=self._mode.threads)
+        return mismatches(plan, digests, live.digests)
+
+    @property
+    def version(self) -> int | None:
+        """The live version; None before the first."""
+        return None if self._live is None else self._live.version
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch of the live version."""
+        return None if self._live is None else self._live.epoch
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes received of the version being read now."""
+        return 0 if self._receiver is None else int(self._receiver.progress.value)
+
+    # ---- steps
+
+    def _make_mode(self, slots: int, swap: str, ignored: dict[str, torch.Tensor], threads: int) -> SwapMode:
+        return swap_mode(swap)(self._entries, ignored, slots, threads)
+
+    def _new_table(self, slots: int, initial_version: int | None) -> SlotTable:
+        if self._mode.borrows_slots:
+            return SlotTable(_BORROWED_SLOTS, keep=slots - 2)
+        if self._mode.is_separate:
+            return SlotTable(slots - 1, keep=slots - 2)
+        table = SlotTable(slots, keep=slots - 2)
+        table.slots[0] = Slot(SlotState.ACTIVE, 0, -1 if initial_version is None else initial_version)
+        return table
+
+    def _label(self) -> int:
+        live = self._live
+        if live is None:
+            raise NotReadyError(
+                f"no version could be made live yet: {self.stats.last_error or 'none was received'}"
+            )
+        return live.version
+
+    def _swap(self) -> Callable[[], None] | None:
+        """Called by the gate with nobody inside: make the newest verified slot live."""
+        receiver = self._require_started()
+        started = time.perf_counter()
+        with receiver.changed:
+            verified = self._table.find(SlotState.VERIFIED)
+            if not verified:
+                return None
+            number = verified[-1]
+            slot = self._table.slots[number]
+            try:
+                self._mode.activate(number)
+            except (OSError, WeightSyncError) as error:
+                self._drop(number)
+                failure = VersionError(
+                    f"version {slot.version} could not be made live, the one before still is: {error}"
+                )
+                self._send(m.Failed(slot.epoch, slot.version, str(failure)))
+                receiver.changed.notify_all()
+                return lambda: self._failed(slot.version, failure)
+            self._table.activate(number)
+            if self._mode.is_separate:
+                self._table.move(number, SlotState.RETIRED)
+            self._live = live = _Live(slot.epoch, slot.version, slot.digests)
+            pause = time.perf_counter() - started
+            for superseded in verified[:-1]:
+                self._drop(superseded)
+            if self._mode.borrows_slots:
+                for retired in self._table.find(SlotState.RETIRED)[: self._retired_excess()]:
+                    self._drop(retired)
+            receiver.changed.notify_all()
+        self._send(m.Live(live.epoch, live.version, pause))
+        return lambda: self._went_live(live.version, pause)
+
+    def _retired_excess(self) -> int:
+        return max(0, len(self._table.find(SlotState.RETIRED)) - self._table.keep)
+
+    def _drop(self, number: int) -> None:
+        """Forget a slot's content; a borrowed one goes back to the publisher."""
+        slot = self._table.slots[number]
+        self._table.move(number, SlotState.EMPTY)
+        if self._mode.borrows_slots:
+            self._send(m.Release(slot.epoch, slot.version))
+
+    def _previous(self) -> int:
+        live = self._live
+        if live is None:
+            raise NotReadyError("there is no live version to roll back from")
+        for number in reversed(self._table.find(SlotState.RETIRED)):
+            slot = self._table.slots[number]
+            if (slot.epoch, slot.version) < (live.epoch, live.version) and slot.version >= 0:
+                return number
+        raise UsageError(
+            f"no version before {live.version} is held any more (its slot is being refilled); slots=3 keeps one"
+            + (', slots=4 with swap="copy"' if self._mode.is_separate else "")
+        )
+
+    def _went_live(self, version: int, pause_s: float) -> None:
+        self.stats.versions_live += 1
+        self.stats.swap_pauses_s.append(pause_s)
+        if self._on_live is not None:
+            self._on_live(version, pause_s)
+
+    def _verified(self, version: int, took_s: float) -> None:
+        self.stats.versions_verified += 1
+        self.stats.read_s.append(took_s)
+        self.stats.bytes_received += self._plan.size_bytes if self._plan else 0
+        self._gate.request_swap()
+        if self._on_ready is not None:
+            self._on_ready(version)
+
+    def _failed(self, version: int, error: WeightSyncError) -> None:
+        self.stats.versions_failed += 1
+        self.stats.last_error = str(error)
+        log.warning("%s: %s", self._name, error)
+        if self._on_failed is not None:
+            self._on_failed(version, error)
+
+    def _open(self, welcome: m.Welcome) -> Session:
+        with torch.no_grad():
+            return open_session(welcome, self._entries, self._mode, self._environment, self._choice)
+
+    def _joined(self, session: Session) -> None:
+        self._plan = session.plan
+        self.stats.transport = session.transport
+        if self._link is not None:
+            self._link.watch(session.reader.liveness_fd())
+
+    def _rejoin(self) -> None:
+        if self._link is not None:
+            self._link.rejoin()
+
+    def _send(self, message: m.FromMember) -> None:
+        if self._link is not None:
+            self._link.send(message)
+
+    def _hello(self, last_epoch: int) -> m.Hello:
+        return m.Hello(
+            self._name,
+            self._instance,
+            self._role,
+            socket.gethostname(),
+            os.getpid(),
+            self._mode.name,
+            last_epoch,
+        )
+
+    def _heartbeat(self, epoch: int) -> m.Heartbeat:
+        live = self._live
+        version = live.version if live is not None and live.epoch == epoch else None
+        state = "filling" if self._table.find(SlotState.FILLING) else "serving" if live else "waiting"
+        return m.Heartbeat(epoch, version, state, self.stats.transport)
+
+    def _await_first(self) -> None:
+        receiver = self._require_started()
+        with receiver.changed:
+            receiver.changed.wait_for(
+                lambda: self._table.find(SlotState.VERIFIED) or self._live or receiver.fatal, self._timeout_s
+            )
+            if not self._table.find(SlotState.VERIFIED) and self._live is None:
+                if receiver.fatal is not None:
+                    raise receiver.fatal
+                raise NotReadyError(
+                    f"no verified version within {self._timeout_s:g} s: {self.stats.last_error or 'none was published'}; "
+                    "pass initial_version= to serve the tensors' own content until then"
+                )
+
+    def _has(self, version: int) -> bool:
+        live, link = self._live, self._link
+        return (
+            live is not None and live.version >= version and (link is None or live.epoch in (0, link.epoch))
+        )
+
+    def _why_not(self, version: int, timeout_s: float) -> str:
+        last = f"; last error: {self.stats.last_error}" if self.stats.last_error else ""
+        link = self._link
+        known = f", publisher epoch {link.epoch}" if link else ""
+        return f"version {version} was not live within {timeout_s:g} s; live is {self.version}{known}{last}"
+
+    def _require_started(self) -> Receiver:
+        if self._receiver is None:
+            raise UsageError("call start() first")
+        return self._receiver
+
+
+def _no_answer(address: str, timeout_s: float, refusal: str | None, has_keys: bool) -> str:
+    keys = (
+        " Is this subscriber's key in the publisher's folder, and the publisher's key in this one?"
+        if has_keys
+        else " If it uses keys, pass keys=DIR."
+    )
+    return (
+        f"{address}: no publisher with registered tensors answered within {timeout_s:g} s"
+        + (f" (last answer: {refusal})" if refusal else "")
+        + f". Is one running there?{keys}"
+    )

@@ -1,0 +1,76 @@
+"""Copy the back buffer over the live tensors, in place: for storage that an engine owns."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from weightsync import _native
+from weightsync.config import TENSOR_ALIGNMENT
+from weightsync.errors import UsageError
+from weightsync.moves import MoveRows, contiguous_strides
+from weightsync.segment import Mapping, Segment, round_up
+from weightsync.tensors import dtype_name
+from weightsync.types import DTYPES
+from weightsync.versioning.swap.mode import SwapMode, Uint64s, byte_strides
+
+
+class Copy(SwapMode):
+    """Slots are compact back buffers; the live tensors stay where they are. One back buffer less than `slots`, since the
+    live weights are one of them."""
+
+    name = "copy"
+    is_separate = True
+
+    def strides(self) -> list[tuple[int, ...]]:
+        return [contiguous_strides(entry.box.shape, entry.tensor.element_size()) for entry in self.entries]
+
+    def bind(self, offsets: dict[int, int], segments: list[Segment]) -> None:
+        if hasattr(self, "_mappings"):
+            return
+        places = []
+        end = 0
+        for entry in self.entries:
+            places.append(end)
+            end = round_up(end + entry.tensor.numel() * entry.tensor.element_size(), TENSOR_ALIGNMENT)
+        self._offsets = np.array(places, np.uint64)
+        self._planned = np.array(sorted(offsets), np.int64)
+        self._segments = [
+            Segment.create(f"weightsync-server-{s}", end) for s in range(max(1, self.slots - 1))
+        ]
+        self._mappings: list[Mapping] = [segment.map(writable=True) for segment in self._segments]
+        self._strides = self.strides()
+        self._signature: list[object] = []
+
+    def destinations(self, slot: int) -> Uint64s:
+        return self._offsets + np.uint64(self._mappings[slot].address)
+
+    def activate(self, slot: int) -> None:
+        tensors = [self.entries[number].tensor for number in self._planned]
+        signature: list[object] = [(tuple(t.shape), t.dtype, t.stride()) for t in tensors]
+        if signature != self._signature:
+            self._compile(signature)
+        targets = np.fromiter((tensor.data_ptr() for tensor in tensors), np.uint64, len(tensors))
+        self._program.run(self.destinations(slot)[self._planned], targets, None, threads=self.threads)
+
+    def _compile(self, signature: list[object]) -> None:
+        rows = MoveRows(len(self._planned))
+        for row, number in enumerate(self._planned):
+            entry = self.entries[number]
+            if tuple(entry.tensor.shape) != entry.box.shape:
+                raise UsageError(
+                    f"{entry.names[0]}: its shape changed to {list(entry.tensor.shape)} since start()"
+                )
+            dtype = DTYPES[dtype_name(entry.tensor.dtype)]
+            rows.fill(
+                row, dtype, dtype, entry.names[0], entry.shape, entry.box, 0,
+                src_strides=self._strides[number], dst_strides=byte_strides(entry.tensor),
+            )  # fmt: skip
+        self._program = _native.Program(rows.table)
+        self._signature = signature
+
+    def close(self) -> None:
+        if hasattr(self, "_mappings"):
+            for mapping in self._mappings:
+                mapping.close()
+            for segment in self._segments:
+                segment.close()

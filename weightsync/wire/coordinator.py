@@ -1,0 +1,335 @@
+"""The coordinator: a thread that answers members on the control socket and keeps the fleet's state.
+
+Owns the ROUTER socket. The publisher's threads call its methods; they change the state under one lock and wake the
+loop, which alone touches the socket. A stalled or hostile peer can't block it: sends never wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+import zmq.auth.thread
+
+from weightsync.config import HEARTBEAT_S, MAX_CONTROL_BYTES
+from weightsync.errors import (
+    AddressInUseError,
+    ConfigError,
+    FencedError,
+    ProtocolError,
+    SyncTimeoutError,
+    UsageError,
+    VersionError,
+)
+from weightsync.types import FleetStatus
+from weightsync.wire import messages as m
+from weightsync.wire.address import Address
+from weightsync.wire.fleet import Fleet, VersionRecord
+from weightsync.wire.keys import Keys
+from weightsync.wire.layout import Layout
+from weightsync.wire.query import ask
+
+_BATCH = 256
+_PROBE_S = 1.5
+_TAKEOVER_S = 15.0
+
+
+class Coordinator:
+    """Binds `address` at once; raises AddressInUseError that names who holds it. `close()` is idempotent."""
+
+    def __init__(
+        self, address: Address, *, publisher: str, epoch: int, slots: int, keys: Keys | None, takeover: bool
+    ) -> None:
+        self._keys = keys
+        self._context = zmq.Context(io_threads=1)
+        self._context.set(zmq.MAX_SOCKETS, 64)
+        self._auth = self._authenticate() if keys else None
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._lock_file = -1
+        try:
+            self._configure(self._socket, address)
+            epoch = self._bind(address, publisher, epoch, takeover)
+        except BaseException:
+            self._dispose()
+            raise
+        endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.fleet = Fleet(address=endpoint, publisher=publisher, epoch=epoch, slots=slots)
+        self._changed = threading.Condition()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._stopping = False
+        self._crash: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="weightsync-coordinator", daemon=True)
+        self._thread.start()
+
+    # ---- for the publisher
+
+    @property
+    def context(self) -> zmq.Context[Any]:
+        """The context whose authenticator also guards data sockets."""
+        return self._context
+
+    def change(self, action: Callable[[Fleet], Any]) -> Any:
+        """Run `action` on the fleet under the lock, send what it wants sent, wake every waiter."""
+        with self._changed:
+            self._require_alive()
+            result = action(self.fleet)
+            self._changed.notify_all()
+        self._poke()
+        return result
+
+    def look(self, action: Callable[[Fleet], Any]) -> Any:
+        """Read the fleet under the lock; legal even after the end."""
+        with self._changed:
+            return action(self.fleet)
+
+    def wait_until(
+        self, met: Callable[[Fleet], Any], timeout_s: float, timed_out: Callable[[Fleet], str]
+    ) -> Any:
+        """Block until `met` is truthy and return it. Raises SyncTimeoutError with the text of `timed_out`."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                self._require_alive()
+                result = met(self.fleet)
+                if result:
+                    return result
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise SyncTimeoutError(timed_out(self.fleet))
+                self._changed.wait(left)
+
+    def wait_stage(self, version: int, stage: str, timeout_s: float) -> None:
+        """Block until every member that was there when `version` began is `ready` or `live` with it."""
+
+        def met(fleet: Fleet) -> bool:
+            record = fleet.record(version)
+            if record is None:
+                raise UsageError(f"version {version} is too old to wait for, or was never published")
+            _raise_if_refused(record)
+            return not record.missing(stage)
+
+        def timed_out(fleet: Fleet) -> str:
+            record = fleet.record(version)
+            names = ", ".join(record.missing(stage)) if record else "?"
+            return (
+                f"version {version} is not {stage} everywhere after {timeout_s:g} s; still missing: {names}"
+            )
+
+        self.wait_until(met, timeout_s, timed_out)
+
+    def status(self) -> FleetStatus:
+        status: FleetStatus = self.look(lambda fleet: fleet.status(time.monotonic()))
+        return status
+
+    def register(self, layout: Layout, offers: dict[str, dict[str, str]]) -> None:
+        self.change(lambda fleet: fleet.register(layout, offers))
+
+    def gone(self, instance: str) -> None:
+        """A member's process has ended (seen by a data transport)."""
+        with contextlib.suppress(FencedError, UsageError):
+            self.change(lambda fleet: fleet.gone(instance))
+
+    def close(self) -> None:
+        """Say farewell, free the address, stop the thread."""
+        with self._changed:
+            if self._stopping:
+                return
+            self._stopping = True
+            self.fleet.farewell("the publisher closed")
+            self._changed.notify_all()
+        self._poke()
+        self._thread.join(timeout=5.0)
+        os.close(self._wake)
+        self._wake = -1
+        if self._auth is not None:
+            self._auth.stop()
+        self._context.term()
+
+    # ---- binding
+
+    def _authenticate(self) -> zmq.auth.thread.ThreadAuthenticator:
+        auth = zmq.auth.thread.ThreadAuthenticator(self._context)
+        auth.start()
+        auth.configure_curve_callback("weightsync", _Allow(self._keys.allowed if self._keys else frozenset()))
+        return auth
+
+    def _configure(self, socket: zmq.Socket[Any], address: Address) -> None:
+        socket.linger = 300
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_CONTROL_BYTES)
+        socket.setsockopt(zmq.IPV6, ":" in address.host)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
+        if self._keys:
+            self._keys.protect_server(socket)
+
+    def _bind(self, address: Address, publisher: str, epoch: int, takeover: bool) -> int:
+        if self._try_bind(address):
+            return epoch
+        reply = ask(address, m.AskStatus(), keys=self._keys, timeout_s=_PROBE_S)
+        if not isinstance(reply, m.Status):
+            raise AddressInUseError(
+                f"{address.text} is in use by something that does not answer as a weightsync publisher; "
+                "choose another address, or stop that process"
+            )
+        holder = reply.status
+        if not takeover:
+            raise AddressInUseError(
+                f"{address.text}: publisher {holder.publisher!r} is alive there (epoch {holder.epoch}, version "
+                f"{holder.version}, {len(holder.members)} members); stop it, or pass takeover=True to replace it"
+            )
+        epoch = max(epoch, holder.epoch + 1)
+        ask(address, m.TakeOver(publisher, epoch), keys=self._keys, timeout_s=_PROBE_S)
+        deadline = time.monotonic() + _TAKEOVER_S
+        while not self._try_bind(address):
+            if time.monotonic() > deadline:
+                raise AddressInUseError(
+                    f"{address.text}: publisher {holder.publisher!r} did not give it up within {_TAKEOVER_S:g} s"
+                )
+            time.sleep(0.02)
+        return epoch
+
+    def _try_bind(self, address: Address) -> bool:
+        if address.scheme == "ipc" and not address.host.startswith("@") and not self._lock_path(address.host):
+            return False
+        try:
+            host = f"[{address.host}]" if ":" in address.host else address.host
+            self._socket.bind(
+                f"tcp://{host}:{address.port or '*'}" if address.scheme == "tcp" else address.text
+            )
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EADDRINUSE:
+                return False
+            raise ConfigError(f"can't bind {address.text}: {error.strerror}") from error
+        return True
+
+    def _lock_path(self, path: str) -> bool:
+        """libzmq would silently steal a socket file; a lock beside it tells whether its owner lives."""
+        if self._lock_file < 0:
+            try:
+                self._lock_file = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            except OSError as error:
+                raise ConfigError(f"can't bind ipc://{path}: {error}") from error
+        try:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    # ---- the loop
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        try:
+            while not self._stopping and not self.fleet.fenced_by:
+                events = dict(poller.poll(int(HEARTBEAT_S * 1000)))
+                if self._wake in events:
+                    with contextlib.suppress(BlockingIOError):
+                        os.eventfd_read(self._wake)
+                self._turn(self._receive_batch() if self._socket in events else [])
+            self._flush()
+        except BaseException as crash:  # a thread's edge: kept, and raised to whoever calls next
+            self._crash = crash
+        finally:
+            self._dispose()
+            with self._changed:
+                self._changed.notify_all()
+
+    def _dispose(self) -> None:
+        self._socket.close()
+        if self._lock_file >= 0:
+            os.close(self._lock_file)
+            self._lock_file = -1
+        if not hasattr(self, "fleet"):  # never came up
+            if self._auth is not None:
+                self._auth.stop()
+            self._context.term()
+
+    def _receive_batch(self) -> list[tuple[bytes, list[bytes], str]]:
+        batch = []
+        for _ in range(_BATCH):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            user = ""
+            with contextlib.suppress(zmq.ZMQError):
+                user = str(frames[-1].get("User-Id"))
+            batch.append((frames[0].bytes, [frame.bytes for frame in frames[1:]], user))
+        return batch
+
+    def _turn(self, batch: list[tuple[bytes, list[bytes], str]]) -> None:
+        now = time.monotonic()
+        with self._changed:
+            for route, frames, user in batch:
+                try:
+                    message = m.decode_from_member(frames)
+                except ProtocolError as error:
+                    self.fleet.refuse(route, str(error))
+                    continue
+                if isinstance(message, m.TakeOver) and self._may_take_over(user):
+                    self.fleet.fence(f"taken over by publisher {message.publisher!r}, epoch {message.epoch}")
+                    self.fleet.refuse(route, "yours now")
+                self.fleet.receive(route, message, now)
+            self.fleet.tick(now)
+            self._changed.notify_all()
+        self._flush()
+
+    def _may_take_over(self, user: str) -> bool:
+        return self._keys is None or user == self._keys.publisher.decode()
+
+    def _flush(self) -> None:
+        with self._changed:
+            out = list(self.fleet.drain())
+        for route, message in out:
+            with contextlib.suppress(zmq.Again):
+                self._socket.send_multipart([route, *m.encode(message)], zmq.NOBLOCK)
+
+    def _poke(self) -> None:
+        if self._wake >= 0:
+            os.eventfd_write(self._wake, 1)
+
+    def _require_alive(self) -> None:
+        if self.fleet.fenced_by:
+            raise FencedError(
+                f"{self.fleet.address}: this publisher (epoch {self.fleet.epoch}) is fenced: {self.fleet.fenced_by}"
+            )
+        if self._crash is not None:
+            raise UsageError(f"the coordinator thread failed: {self._crash!r}") from self._crash
+        if self._stopping:
+            raise UsageError("the publisher is closed")
+
+
+class _Allow:
+    """pyzmq's callback form of an access list: raw public keys in, yes or no out."""
+
+    def __init__(self, allowed: frozenset[bytes]) -> None:
+        self._allowed = allowed
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key in self._allowed
+
+
+def _raise_if_refused(record: VersionRecord) -> None:
+    if record.aborted:
+        raise VersionError(f"version {record.version} was aborted: {record.aborted}")
+    errors = {
+        name: report.error
+        for name, report in record.members.items()
+        if report.error and name not in record.lost
+    }
+    if errors:
+        listed = "; ".join(f"{name}: {error}" for name, error in errors.items())
+        raise VersionError(
+            f"version {record.version} was refused, the previous one still serves there. {listed}"
+        )
+    if record.members and len(record.lost) == len(record.members):
+        raise VersionError(
+            f"version {record.version}: every member was lost: {', '.join(sorted(record.lost))}"
+        )

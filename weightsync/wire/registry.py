@@ -1,0 +1,49 @@
+"""Finding transports by name: ours and third parties', through the entry-point group `weightsync.transports`.
+
+An entry point names a module with `EXPORTER` and `READER`, the two classes of that transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import entry_points
+
+from weightsync.errors import ConfigError
+from weightsync.wire.transport import Environment, Exporter, Reader
+
+_BUILT_IN = {"shm": "weightsync.wire.transports.shm", "zmq": "weightsync.wire.transports.zmq"}
+LADDER = ("shm", "zmq")
+"""Order in which `auto` tries what is offered; transports of others come first, in the order of the offer."""
+
+
+def transport_names() -> list[str]:
+    """Every transport installed here."""
+    return sorted({*_BUILT_IN, *(point.name for point in entry_points(group="weightsync.transports"))})
+
+
+def make_exporter(name: str, environment: Environment) -> Exporter:
+    """The publisher's end of transport `name`."""
+    exporter: Exporter = import_module(_home(name)).EXPORTER(environment)
+    return exporter
+
+
+def make_reader(name: str, environment: Environment) -> Reader:
+    """The subscriber's end of transport `name`."""
+    reader: Reader = import_module(_home(name)).READER(environment)
+    return reader
+
+
+def ladder(offered: Sequence[str]) -> list[str]:
+    """The order in which to try what a publisher offers."""
+    known = [name for name in offered if name in transport_names()]
+    return [name for name in known if name not in LADDER] + [name for name in LADDER if name in known]
+
+
+def _home(name: str) -> str:
+    if name in _BUILT_IN:
+        return _BUILT_IN[name]
+    for point in entry_points(group="weightsync.transports"):
+        if point.name == name:
+            return point.value
+    raise ConfigError(f"no transport is called {name!r}; installed: {', '.join(transport_names())}")

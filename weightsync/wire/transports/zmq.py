@@ -1,0 +1,320 @@
+"""Anywhere: TCP streams over ZeroMQ, optionally encrypted with CURVE.
+
+The reader asks for ranges of a slot with a window of requests on each stream; the exporter answers with frames that
+point into the slot (no copy). A received frame is digested while it is copied to its final place, still warm in cache.
+Requests ahead of the staging watermark wait at the exporter, so staging and transfer overlap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import struct
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import zmq
+
+from weightsync import _native
+from weightsync.errors import EvictedError, TransportError
+from weightsync.moves import Int64s
+from weightsync.wire.plan import Plan, split_moves
+from weightsync.wire.transport import (
+    TOKEN_BYTES,
+    Caps,
+    Environment,
+    Exporter,
+    LocalSlot,
+    Reader,
+    ReadJob,
+    SlotHeaders,
+    Uint64s,
+)
+
+CHUNK_BYTES = 1 << 20
+WINDOW = 4
+STREAMS = 2
+_MAX_GAP = 64 << 10
+_PROBE_BYTES = 64 << 10
+_REQUEST = struct.Struct("<16sQQIIQQ")  # token, serial, generation, slot, kind, offset, length
+_REPLY = struct.Struct("<QII")  # serial, request number is the frame order; status, spare
+_READ, _PROBE = 0, 1
+_OK, _EVICTED, _REFUSED = 0, 1, 2
+_CAPS = Caps(one_sided=True, cross_host=True, maps_slots=False, encrypted=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    serial: int
+    generation: int
+    slot: int
+    kind: int
+    offset: int
+    length: int
+
+
+class ZmqExporter(Exporter):
+    """One ROUTER socket and one thread that serve ranges of sealed or filling slots."""
+
+    caps = _CAPS
+
+    def __init__(self, environment: Environment) -> None:
+        self._token = secrets.token_bytes(TOKEN_BYTES)
+        if environment.context is None:
+            raise TransportError("the zmq exporter needs the publisher's context, which checks keys")
+        self._socket = environment.context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._socket.setsockopt(zmq.MAXMSGSIZE, 4096)
+        self._socket.setsockopt(zmq.IPV6, ":" in environment.host)
+        if environment.keys:
+            environment.keys.protect_server(self._socket)
+        host = f"[{environment.host}]" if ":" in environment.host else environment.host
+        self._socket.bind(f"tcp://{host}:*")
+        self._port = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._views: list[memoryview] = []
+        self._parked: deque[tuple[bytes, _Request]] = deque()
+
+    def register(self, slots: list[LocalSlot], header: LocalSlot) -> None:
+        self._views = [memoryview(slot.mapping.buffer).cast("B") for slot in slots]
+        self._headers = SlotHeaders(header.mapping)
+        self._thread = threading.Thread(target=self._serve, name="weightsync-zmq-data", daemon=True)
+        self._thread.start()
+
+    def export(self) -> dict[str, str]:
+        return {"port": self._port, "token": self._token.hex()}
+
+    def close(self) -> None:
+        if self._stopping:
+            return
+        self._stopping = True
+        if self._thread is None:
+            self._socket.close()
+        else:
+            os.eventfd_write(self._wake, 1)
+            self._thread.join(timeout=5.0)
+        os.close(self._wake)
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        with self._socket:
+            while not self._stopping:
+                events = dict(poller.poll(1 if self._parked else 1000))
+                for _ in range(len(self._parked)):
+                    self._answer(*self._parked.popleft())
+                if self._socket in events:
+                    self._take_requests()
+
+    def _take_requests(self) -> None:
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            request = self._parse(frames)
+            if request is not None:
+                self._answer(frames[0], request)
+
+    def _parse(self, frames: list[bytes]) -> _Request | None:
+        """None for anything but a well-formed request with the token; strangers get no answer."""
+        if len(frames) != 2 or len(frames[1]) != _REQUEST.size:
+            return None
+        token, serial, generation, slot, kind, offset, length = _REQUEST.unpack(frames[1])
+        if not secrets.compare_digest(token, self._token):
+            return None
+        return _Request(serial, generation, slot, kind, offset, length)
+
+    def _answer(self, route: bytes, request: _Request) -> None:
+        if request.kind == _PROBE:
+            self._reply(route, request, _OK, probe_pattern(self._token))
+            return
+        if request.slot >= len(self._views) or request.offset + request.length > len(
+            self._views[request.slot]
+        ):
+            self._reply(route, request, _REFUSED, b"")
+        elif self._headers.generation(request.slot) != request.generation:
+            self._reply(route, request, _EVICTED, b"")
+        elif self._headers.watermark(request.slot) < request.offset + request.length:
+            self._parked.append((route, request))
+        else:
+            self._reply(
+                route,
+                request,
+                _OK,
+                self._views[request.slot][request.offset : request.offset + request.length],
+            )
+
+    def _reply(self, route: bytes, request: _Request, status: int, data: memoryview | bytes) -> None:
+        head = _REPLY.pack(request.serial, status, 0)
+        with contextlib.suppress(zmq.Again):
+            self._socket.send_multipart([route, head, data], zmq.NOBLOCK, copy=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A range of the slot and the compiled moves that it carries. `moves`: their numbers in the plan."""
+
+    offset: int
+    length: int
+    program: _native.Program
+    moves: Int64s
+    sources: Uint64s
+    targets: Uint64s
+
+
+class ZmqReader(Reader):
+    """Several DEALER sockets, each with a window of outstanding requests; frames go straight to their final place."""
+
+    caps = _CAPS
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+        self._context: zmq.Context[Any] | None = None
+        self._sockets: list[zmq.Socket[Any]] = []
+        self._token = b""
+        self._serial = 0
+        self._chunks: list[_Chunk] = []
+
+    def connect(self, offer: dict[str, str], timeout_s: float) -> None:
+        try:
+            self._token = bytes.fromhex(offer["token"])
+            port = int(offer["port"])
+        except (KeyError, ValueError) as error:
+            raise TransportError(f"the publisher's zmq offer can't be read: {error}") from error
+        self._context = zmq.Context(io_threads=STREAMS)
+        for _ in range(STREAMS):
+            socket = self._context.socket(zmq.DEALER)
+            socket.linger = 0
+            socket.setsockopt(zmq.IPV6, ":" in self._environment.host)
+            if self._environment.keys:
+                self._environment.keys.protect_client(socket)
+            host = f"[{self._environment.host}]" if ":" in self._environment.host else self._environment.host
+            socket.connect(f"tcp://{host}:{port}")
+            self._sockets.append(socket)
+        self._probe(timeout_s)
+
+    def _probe(self, timeout_s: float) -> None:
+        expected = probe_pattern(self._token)
+        for socket in self._sockets:
+            self._ask(socket, 0, 0, _PROBE, 0, 0)
+        for socket in self._sockets:
+            if not socket.poll(int(timeout_s * 1000)):
+                raise TransportError(f"the publisher's data port did not answer within {timeout_s:g} s")
+            if socket.recv_multipart()[-1] != expected:
+                raise TransportError(
+                    "the probe failed: bytes arrive changed; is something rewriting this connection?"
+                )
+
+    def _ask(
+        self, socket: zmq.Socket[Any], generation: int, slot: int, kind: int, offset: int, length: int
+    ) -> None:
+        socket.send(_REQUEST.pack(self._token, self._serial, generation, slot, kind, offset, length))
+
+    def prepare(self, plan: Plan) -> None:
+        split = split_moves(plan, CHUNK_BYTES)
+        ends = split.offsets + split.sizes
+        starts = _chunk_starts(split.offsets, ends)
+        self._chunks = []
+        for first, last in zip(starts, [*starts[1:], len(ends)], strict=True):
+            offset = int(split.offsets[first])
+            table = split.table[first:last]
+            sources = (split.offsets[first:last] - offset).astype(np.uint64)
+            self._chunks.append(
+                _Chunk(
+                    offset, int(ends[first:last].max()) - offset, _native.Program(table), split.owners[first:last],
+                    sources, split.deltas[first:last].astype(np.uint64),
+                )
+            )  # fmt: skip
+
+    def read(self, job: ReadJob) -> None:
+        if not self._sockets:
+            raise TransportError("not connected")
+        self._serial += 1
+        job.digests[:] = 0
+        waiting: dict[zmq.Socket[Any], deque[_Chunk]] = {socket: deque() for socket in self._sockets}
+        todo = deque(self._chunks)
+        for _ in range(WINDOW):
+            for socket in self._sockets:
+                self._request_next(socket, todo, waiting[socket], job)
+        poller = zmq.Poller()
+        for socket in self._sockets:
+            poller.register(socket, zmq.POLLIN)
+        last = time.monotonic()
+        while any(waiting.values()):
+            if job.cancel.value:
+                job.raise_for(_native.CANCELLED, "zmq")
+            for socket, _ in poller.poll(100):
+                last = time.monotonic()
+                frames = socket.recv_multipart(copy=False)
+                serial, status, _ = _REPLY.unpack(frames[0].buffer)
+                if serial != self._serial:
+                    continue  # the answer to a request of a version given up
+                chunk = waiting[socket].popleft()
+                self._request_next(socket, todo, waiting[socket], job)
+                self._land(chunk, status, frames[1], job)
+            if time.monotonic() - last > job.timeout_s:
+                job.raise_for(_native.TIMEOUT, "zmq")
+
+    def _request_next(
+        self, socket: zmq.Socket[Any], todo: deque[_Chunk], waiting: deque[_Chunk], job: ReadJob
+    ) -> None:
+        if todo:
+            chunk = todo.popleft()
+            self._ask(socket, job.generation, job.slot, _READ, chunk.offset, chunk.length)
+            waiting.append(chunk)
+
+    def _land(self, chunk: _Chunk, status: int, frame: zmq.Frame, job: ReadJob) -> None:
+        if status == _EVICTED:
+            raise EvictedError("the publisher reused the slot while it was being read")
+        data = np.frombuffer(frame.buffer, np.uint8)
+        if status != _OK or len(data) != chunk.length:
+            raise TransportError(
+                f"the publisher refused bytes {chunk.offset} to {chunk.offset + chunk.length}"
+            )
+        digests = np.zeros(len(chunk.moves), np.uint64)
+        chunk.program.run(
+            chunk.sources + np.uint64(data.ctypes.data),
+            job.destinations[chunk.moves] + chunk.targets,
+            digests,
+        )
+        np.add.at(job.digests, chunk.moves, digests)
+        job.progress.value += chunk.length
+
+    def close(self) -> None:
+        for socket in self._sockets:
+            socket.close()
+        self._sockets = []
+        if self._context is not None:
+            self._context.term()
+            self._context = None
+
+
+def probe_pattern(token: bytes) -> bytes:
+    """Bytes that only the holder of the token can expect; every byte value occurs."""
+    return hashlib.shake_128(token).digest(_PROBE_BYTES)
+
+
+def _chunk_starts(offsets: Int64s, ends: Int64s) -> list[int]:
+    """Where to cut moves in slot order into ranges of at most CHUNK_BYTES without wide gaps."""
+    starts: list[int] = []
+    begin = end = -1
+    for number, (offset, stop) in enumerate(zip(offsets.tolist(), ends.tolist(), strict=True)):
+        if begin < 0 or stop - begin > CHUNK_BYTES or offset - end > _MAX_GAP:
+            starts.append(number)
+            begin = offset
+        end = stop
+    return starts
+
+
+EXPORTER = ZmqExporter
+READER = ZmqReader
