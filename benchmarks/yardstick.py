@@ -1,0 +1,42 @@
+"""The yardstick: a plain copy of the same bytes with the same threads, by the fastest loop we can write."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from weightsync import _native
+
+
+class PlainCopy:
+    """Two populated buffers; `seconds()` is one copy from the first to the second."""
+
+    def __init__(self, size_bytes: int, threads: int = 2) -> None:
+        self._source = np.ones(size_bytes, np.uint8)
+        self._target = np.zeros(size_bytes, np.uint8)
+        self._target[:] = 2
+        self.threads = threads
+
+    def seconds(self) -> float:
+        started = time.perf_counter()
+        _native.memory_copy(self._target.ctypes.data, self._source.ctypes.data, len(self._source), self.threads)
+        return time.perf_counter() - started
+
+
+def record(benchmark: Any, size_bytes: int, times: list[float], copies: list[float], **more: Any) -> None:
+    """Attach what every row carries: bytes, GiB/s, and the ratio to the plain copies taken in between."""
+    pairs = np.array(times) / np.array(copies)
+    benchmark.extra_info.update(
+        bytes=size_bytes,
+        median_s=float(np.median(times)),
+        min_s=float(np.min(times)),
+        p99_s=float(np.quantile(times, 0.99)),
+        gib_per_s=size_bytes / 2**30 / float(np.median(times)),
+        plain_copy_s=float(np.median(copies)),
+        ratio=float(np.median(pairs)),
+        ratio_of_minima=float(np.min(times) / np.min(copies)),
+        wrong=0,
+        **more,
+    )

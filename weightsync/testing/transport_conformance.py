@@ -1,0 +1,207 @@
+"""What every transport must do. Use it in a test module of your own:
+
+    from weightsync.testing.transport_conformance import TransportConformance
+
+    class TestMine(TransportConformance):
+        name = "mine"
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+import zmq
+
+from weightsync.config import HUGE_PAGE
+from weightsync.errors import EvictedError, SyncTimeoutError, TransportError
+from weightsync.publisher.staging import Staging
+from weightsync.segment import Segment
+from weightsync.tensors import find_tensors
+from weightsync.wire.plan import Plan, Want, plan_moves
+from weightsync.wire.registry import make_exporter, make_reader
+from weightsync.wire.transport import Environment, Exporter, Reader, ReadJob
+
+_TIMEOUT_S = 5.0
+
+
+@dataclass
+class _Bench:
+    """Both ends of one transport in one process, a staged model, and a place to receive it."""
+
+    staging: Staging
+    exporter: Exporter
+    reader: Reader
+    plan: Plan
+    target: np.ndarray
+    places: np.ndarray
+    gone: list[str] = field(default_factory=list)
+
+    def job(self, *, slot: int = 0, generation: int = 1, timeout_s: float = _TIMEOUT_S) -> ReadJob:
+        base = np.uint64(self.target.ctypes.data)
+        return ReadJob(
+            slot, generation, self.places + base, np.zeros(len(self.places), np.uint64), timeout_s,
+            ctypes.c_uint64(0), ctypes.c_uint32(0),
+        )  # fmt: skip
+
+    def stage(self, slot: int, generation: int) -> np.ndarray:
+        self.staging.headers.open(slot, generation)
+        return np.frombuffer(self.staging.stage(slot, generation), "<u8")
+
+    def received(self) -> list[torch.Tensor]:
+        """The tensors as they lie in the target, undoing the transposed placement."""
+        tensors = []
+        for place, spec in zip(self.places.tolist(), self.staging.layout.tensors, strict=True):
+            dtype = getattr(torch, spec.dtype)
+            size = int(np.prod(spec.shape)) * dtype.itemsize
+            raw = torch.from_numpy(self.target[place : place + size]).view(dtype)
+            tensors.append(raw.view(spec.shape[::-1]).permute(*reversed(range(len(spec.shape)))))
+        return tensors
+
+
+def _model() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    shapes = {"large": (700, 1500), "row": (3_000_001,), "matrix": (64, 48), "scalar": (1,), "cube": (5, 7, 3)}
+    model = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    model["half"] = torch.randn((333, 257), generator=generator).to(torch.bfloat16)
+    model["bytes"] = torch.randint(0, 255, (1 << 21,), generator=generator, dtype=torch.uint8)
+    return model
+
+
+class TransportConformance:
+    """Set `name` to the transport's registered name."""
+
+    name: str
+
+    @pytest.fixture
+    def model(self) -> dict[str, torch.Tensor]:
+        return _model()
+
+    @pytest.fixture
+    def bench(self, model: dict[str, torch.Tensor]) -> Iterator[_Bench]:
+        staging = Staging(find_tensors(model), slots=2, wire_dtype=None, threads=2)
+        gone: list[str] = []
+        with zmq.Context() as context:
+            exporter = make_exporter(self.name, Environment(context, None, "127.0.0.1", "publisher", 2, gone.append))
+            exporter.register(staging.slots, staging.header)
+            reader = make_reader(self.name, Environment(None, None, "127.0.0.1", "reader", 2, lambda name: None))
+            reader.connect(exporter.export(), _TIMEOUT_S)
+            # received tensors lie transposed, so that a transport must honour strides
+            places, wants, end = [], [], 0
+            for spec in staging.layout.tensors:
+                itemsize = getattr(torch, spec.dtype).itemsize
+                strides = tuple(int(itemsize * np.prod(spec.shape[:d], dtype=np.int64)) for d in range(len(spec.shape)))
+                box = staging.layout.shards[len(wants)].box
+                wants.append(Want((spec.name,), spec.dtype, spec.shape, box, strides))
+                places.append(end)
+                end += -(-int(np.prod(spec.shape)) * itemsize // 64) * 64
+            plan = plan_moves(staging.layout, wants)
+            reader.prepare(plan)
+            target = np.zeros(end, np.uint8)
+            yield _Bench(staging, exporter, reader, plan, target, np.array(places, np.uint64), gone)
+            reader.close()
+            exporter.close()
+            staging.close()
+
+    def test_every_byte_arrives_where_the_plan_says(self, bench: _Bench, model: dict[str, torch.Tensor]) -> None:
+        expected = bench.stage(0, 1)
+        job = bench.job()
+        bench.reader.read(job)
+        for got, want in zip(bench.received(), model.values(), strict=True):
+            assert torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
+        assert np.array_equal(job.digests, expected[bench.plan.shards])
+
+    def test_the_plan_is_replayed_for_every_version_and_slot(
+        self, bench: _Bench, model: dict[str, torch.Tensor]
+    ) -> None:
+        for generation in range(1, 5):
+            model["large"].add_(1.0)
+            slot = generation % 2
+            expected = bench.stage(slot, generation)
+            job = bench.job(slot=slot, generation=generation)
+            bench.reader.read(job)
+            assert np.array_equal(job.digests, expected[bench.plan.shards])
+        assert torch.equal(bench.received()[0], model["large"])
+
+    def test_a_changed_byte_changes_its_digest_and_no_other(self, bench: _Bench) -> None:
+        expected = bench.stage(0, 1)[bench.plan.shards]
+        victim = 3
+        bench.staging.slots[0].mapping.array[int(bench.plan.offsets[victim])] ^= 0x10
+        job = bench.job()
+        bench.reader.read(job)
+        assert np.flatnonzero(job.digests != expected).tolist() == [victim]
+
+    def test_reading_follows_the_watermark_of_a_slot_that_is_still_being_staged(self, bench: _Bench) -> None:
+        bench.staging.headers.open(0, 1)
+        job = bench.job()
+        reading = threading.Thread(target=bench.reader.read, args=(job,))
+        reading.start()
+        reading.join(0.1)
+        assert reading.is_alive()
+        expected = np.frombuffer(bench.staging.stage(0, 1), "<u8")
+        reading.join(_TIMEOUT_S)
+        assert not reading.is_alive()
+        assert np.array_equal(job.digests, expected[bench.plan.shards])
+
+    def test_a_reused_slot_is_an_eviction(self, bench: _Bench) -> None:
+        bench.stage(0, 2)
+        with pytest.raises(EvictedError):
+            bench.reader.read(bench.job(generation=1))
+        job = bench.job(generation=2)
+        bench.reader.read(job)  # the path still works
+
+    def test_a_stalled_publisher_ends_in_a_timeout(self, bench: _Bench) -> None:
+        bench.staging.headers.open(0, 1)
+        with pytest.raises(SyncTimeoutError):
+            bench.reader.read(bench.job(timeout_s=0.3))
+
+    def test_reading_can_be_stopped(self, bench: _Bench) -> None:
+        bench.staging.headers.open(0, 1)
+        job = bench.job(timeout_s=60.0)
+        timer = threading.Timer(0.1, lambda: setattr(job.cancel, "value", 1))
+        timer.start()
+        with pytest.raises(TransportError):
+            bench.reader.read(job)
+        timer.join()
+
+    def test_progress_ends_at_all_bytes(self, bench: _Bench) -> None:
+        bench.stage(0, 1)
+        job = bench.job()
+        bench.reader.read(job)
+        assert job.progress.value >= bench.plan.size_bytes
+
+    def test_a_wrong_token_gets_nothing(self, bench: _Bench) -> None:
+        reader = make_reader(self.name, Environment(None, None, "127.0.0.1", "thief", 1, lambda name: None))
+        with pytest.raises(TransportError):
+            reader.connect({**bench.exporter.export(), "token": "00" * 16}, 0.5)
+        reader.close()
+
+    def test_an_offer_that_can_not_be_read_is_a_transport_error(self, bench: _Bench) -> None:
+        reader = make_reader(self.name, Environment(None, None, "127.0.0.1", "reader-2", 1, lambda name: None))
+        with pytest.raises(TransportError):
+            reader.connect({key: "?" for key in bench.exporter.export()}, 0.5)
+        reader.close()
+
+    def test_closing_twice_is_legal_on_both_ends(self, bench: _Bench) -> None:
+        for _ in range(2):
+            bench.reader.close()
+            bench.exporter.close()
+
+    def test_mapped_slots_are_read_only_and_hold_the_same_bytes(self, bench: _Bench) -> None:
+        if not bench.reader.caps.maps_slots:
+            with pytest.raises(TransportError):
+                bench.reader.slot_segments()
+            return
+        bench.stage(1, 1)
+        segments: list[Segment] = bench.reader.slot_segments()
+        mapping = segments[1].map(writable=False)
+        assert mapping.size % HUGE_PAGE == 0
+        assert np.array_equal(mapping.array[:4096], bench.staging.slots[1].mapping.array[:4096])
+        with pytest.raises(Exception, match="ermission|Operation not permitted"):
+            segments[1].map(writable=True)
+        mapping.close()
