@@ -165,10 +165,10 @@ class Receiver:
             session = self._open_session(welcome)
         except WeightSyncError as error:
             with self.changed:
-                self.fatal = error if isinstance(error, LayoutError) else None
+                self.fatal = None if isinstance(error, TransportError) else error
                 self.changed.notify_all()
             self._on_failed(0, error)
-            if isinstance(error, TransportError):
+            if not isinstance(error, LayoutError):
                 time.sleep(_RETRY_S)
                 self._rejoin()
             return

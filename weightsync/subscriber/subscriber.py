@@ -44,6 +44,7 @@ log = logging.getLogger("weightsync")
 SwapName = Literal["remap", "copy", "flip", "adopt"]
 _BORROWED_SLOTS = 64
 _HISTORY = 4096
+_JOIN_ATTEMPTS = 3
 
 
 @dataclass(slots=True)
@@ -166,7 +167,9 @@ class Subscriber:
         )  # fmt: skip
         self._link.start()
         with receiver.changed:
-            receiver.changed.wait_for(lambda: receiver.session or receiver.fatal, timeout_s)
+            receiver.changed.wait_for(
+                lambda: receiver.session or receiver.fatal or len(failures) >= _JOIN_ATTEMPTS, timeout_s
+            )
             session, fatal = receiver.session, receiver.fatal
         if session is None:
             refusal = self._link.refusal

@@ -280,8 +280,9 @@ class Fleet:
             self._send(route, m.Refused(self.epoch, "this publisher is older than the one you followed"))
             return
         for other, member in list(self.members.items()):
-            if member.hello.instance == hello.instance:
-                self._remove(other, "reconnected", keep_pinned=True)
+            if member.hello.instance == hello.instance:  # a reconnect: not lost, but no longer reading
+                del self.members[other]
+                self._end_leases(hello.instance, keep_pinned=True)
         if len(self.members) >= MAX_MEMBERS:
             self._send(route, m.Refused(self.epoch, f"{MAX_MEMBERS} members are connected already"))
             return
@@ -355,11 +356,14 @@ class Fleet:
 
     def _remove(self, route: bytes, why: str, *, keep_pinned: bool) -> None:
         member = self.members.pop(route)
-        for slot in self.slots:
-            if not keep_pinned or slot.leases.get(member.hello.instance) == READING:
-                slot.leases.pop(member.hello.instance, None)
+        self._end_leases(member.hello.instance, keep_pinned=keep_pinned)
         for record in self.records:
             report = record.members.get(member.label)
             if report is not None and report.live_s is None:
                 record.lost.add(member.label)
                 report.error = report.error or why
+
+    def _end_leases(self, instance: str, *, keep_pinned: bool) -> None:
+        for slot in self.slots:
+            if not keep_pinned or slot.leases.get(instance) == READING:
+                slot.leases.pop(instance, None)
