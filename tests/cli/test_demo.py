@@ -20,6 +20,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+import weightsync as ws
 from weightsync.cli.application import app
 from weightsync.cli.demo.crew import ChildFailedError, Crew
 from weightsync.cli.demo.events import (
@@ -37,12 +38,14 @@ from weightsync.cli.demo.events import (
     TrainerUp,
 )
 from weightsync.cli.demo.gpt import Gpt
+from weightsync.cli.demo.line import Line
 from weightsync.cli.demo.load import Load
 from weightsync.cli.demo.outputs import Outputs, draw_svg
 from weightsync.cli.demo.plain import describe_now, describe_start
 from weightsync.cli.demo.record import Record
 from weightsync.cli.demo.report import dump_report, make_report
 from weightsync.cli.demo.schedule import plan_phases
+from weightsync.cli.demo.server import Server
 from weightsync.cli.demo.settings import ModelSize, Settings, pick_rate, threads_per_process
 from weightsync.cli.demo.sizes import SIZES
 from weightsync.cli.demo.sparkline import smoothed, sparkline
@@ -217,7 +220,7 @@ def test_the_gpt_learns_within_a_few_steps() -> None:
     model, draws = Gpt(size), torch.Generator().manual_seed(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=size.learning_rate)
     losses = []
-    for _ in range(30):
+    for _ in range(20):
         loss = model.loss(draw_windows(text.train, size.batch, size.context + 1, draws))
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -390,6 +393,31 @@ def test_a_child_that_is_killed_is_named() -> None:
         with pytest.raises(ChildFailedError, match="server-0 was killed by SIGKILL"):
             await_failure(crew)
     assert multiprocessing.active_children() == []
+
+
+def test_weights_that_change_within_a_pass_are_found_out() -> None:
+    """The proof of the demo can fail: a model that scribbles over its own weights is a mixed pass."""
+
+    class Scribbler(Gpt):
+        is_scribbling = False
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            logits = super().forward(tokens)
+            if self.is_scribbling:
+                self.blocks[1].qkv.weight[3, 5] += 1e-3  # type: ignore[index, operator, union-attr]
+            return logits
+
+    settings, model = Settings(replicas=1, model_size="tiny", check_every=1), Scribbler(SIZES["tiny"], seed=1)
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs, ws.Publisher("tcp://127.0.0.1:0") as publisher, torch.inference_mode():
+        publisher.register(Gpt(SIZES["tiny"], seed=2))
+        publisher.publish()
+        with Server(settings, 0, model, publisher.address, Line(theirs)) as server:
+            server.forward(torch.zeros(1, 32, dtype=torch.long))
+            assert (server.record.passes, server.record.mixed) == (1, 0)
+            model.is_scribbling = True
+            server.forward(torch.zeros(1, 32, dtype=torch.long))
+            assert (server.record.passes, server.record.mixed) == (2, 1)
 
 
 def await_failure(crew: Crew) -> None:

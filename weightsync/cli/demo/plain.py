@@ -35,7 +35,7 @@ def describe_now(tally: Tally, now_s: float) -> str:
         f"swap {microseconds(tally.pause_s)}",
         f"{sum(server.recent_tokens_per_s for server in servers):,.0f} tokens/s",
         f"request {milliseconds(tally.request_s(is_syncing=True))}",
-        size_text(tally.bytes_received),
+        f"{size_text(tally.bytes_received)} received",
         f"{passes.checked} of {passes.done} passes re-digested, {passes.mixed} mixed",
     ]
     return " | ".join(parts)

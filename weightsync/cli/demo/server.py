@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -30,73 +31,65 @@ TEMPERATURE = 0.7
 
 def run_server(settings: Settings, index: int, line: Line) -> None:
     torch.set_num_threads(threads_per_process(count_cores(), settings.replicas))
-    name = settings.server_names[index]
     model = Gpt(settings.size, seed=settings.seed + 1 + index).eval()  # weights of its own, until version 1
-    text = load_text()
     connect = line.wait(Connect, START_S)
     if connect is None:
         return
-    record = Record(name)
-    wake = threading.Event()
-
-    def note_ready(version: int) -> None:
-        wake.set()
-
-    subscriber = ws.Subscriber(
-        connect.address,
-        model,
-        swap=settings.swap,
-        transport=settings.transport,
-        name=name,
-        on_ready=note_ready,
-        on_live=record.note_live,
-        on_failed=record.note_failed,
-    )
-    with subscriber.start(timeout_s=START_S), torch.inference_mode():
-        subscriber.wait_for(1, timeout_s=START_S)
-        server = Server(settings, model, subscriber, record, line, wake, text.heldout, index)
-        line.send(ServerUp(name, server.rehearse()))
+    with Server(settings, index, model, connect.address, line) as server, torch.inference_mode():
+        line.send(ServerUp(settings.server_names[index], server.rehearse()))
         begin = line.wait(Begin, START_S)
-        if begin is None:
-            return
-        server.serve(begin)
-        line.send(ServerDone(name))
+        if begin is not None:
+            server.serve(begin)
+            line.send(ServerDone(settings.server_names[index]))
 
 
 class Server:
-    """One loop of forward passes over the requests in hand, each pass pinned to one version."""
+    """One loop of forward passes over the requests in hand, each pass pinned to one version.
 
-    def __init__(
-        self,
-        settings: Settings,
-        model: Gpt,
-        subscriber: ws.Subscriber,
-        record: Record,
-        line: Line,
-        wake: threading.Event,
-        heldout: Tensor,
-        index: int,
-    ) -> None:
+    Entering it joins the publisher and waits for the first version; leaving it leaves the publisher.
+    """
+
+    def __init__(self, settings: Settings, index: int, model: Gpt, address: str, line: Line) -> None:
+        self.record = Record(settings.server_names[index])
         self._settings = settings
+        self._index = index
         self._model = model
-        self._subscriber = subscriber
-        self._record = record
         self._line = line
-        self._wake = wake
+        self._wake = threading.Event()
+        heldout = load_text().heldout
         self._prompts = draw_prompts(heldout, settings.size.context, seed=settings.seed + index)
         self._heldout = spaced_windows(heldout, HELD_OUT_ROWS, settings.size.context + 1)
         self._heldout_due_s = 0.0
-        self._index = index
         self._chance = torch.Generator().manual_seed(settings.seed + index)
         self._active: list[Request] = []
         self._queue: list[Request] = []
+        self._subscriber = ws.Subscriber(
+            address,
+            model,
+            swap=settings.swap,
+            transport=settings.transport,
+            name=self.record.name,
+            on_ready=lambda version: self._wake.set(),
+            on_live=self.record.note_live,
+            on_failed=self.record.note_failed,
+        )
+
+    def __enter__(self) -> Server:
+        self._subscriber.start(timeout_s=START_S)
+        self._subscriber.wait_for(1, timeout_s=START_S)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._subscriber.close()
 
     def rehearse(self) -> float:
         """Seconds of one forward pass over one request, measured beside the other processes."""
-        self._forward(self._prompts[:1])
+        self.forward(self._prompts[:1])
         began_s, passes = time.monotonic(), 0
         while passes < 2 or time.monotonic() - began_s < REHEARSAL_S:
-            self._forward(self._prompts[:1])
+            self.forward(self._prompts[:1])
             passes += 1
         return (time.monotonic() - began_s) / passes
 
@@ -122,27 +115,28 @@ class Server:
             self._generate()
         else:
             self._idle(load.next_s, now_s)
-        if now_s >= self._record.reported_s + REPORT_EVERY_S:
+        if now_s >= self.record.reported_s + REPORT_EVERY_S:
             self._report()
 
     def _generate(self) -> None:
         """One token for every request in hand: one forward pass, one version."""
         while self._queue and len(self._active) < MAX_BATCH:
             self._active.append(self._queue.pop(0))
-        logits = self._forward(torch.stack([request.window for request in self._active]))
+        logits = self.forward(torch.stack([request.window for request in self._active]))
         odds = torch.softmax(logits / TEMPERATURE, dim=-1)
         tokens = torch.multinomial(odds, 1, generator=self._chance).flatten().tolist()
         for request, token in zip(self._active, tokens, strict=True):
             request.append(token)
-        self._record.tokens += len(tokens)
+        self.record.tokens += len(tokens)
         now_s = time.monotonic()
         for request in self._active:
             if request.tokens_left == 0:
-                self._record.answered.append(Answered(request.arrived_s, now_s - request.arrived_s))
-                self._record.sample = request.sample()
+                self.record.answered.append(Answered(request.arrived_s, now_s - request.arrived_s))
+                self.record.sample = request.sample()
         self._active = [request for request in self._active if request.tokens_left > 0]
 
-    def _forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of the next bytes: the one forward pass of all this, on whichever version is live as it begins."""
         with self._subscriber.step() as version:
             logits: Tensor = self._model(tokens)
             self._account(version)
@@ -155,7 +149,7 @@ class Server:
             loss = self._model.loss(self._heldout).item()
             self._account(version)
         now_s = time.monotonic()
-        self._record.heldout.append(HeldOut(now_s, version, loss))
+        self.record.heldout.append(HeldOut(now_s, version, loss))
         self._heldout_due_s = now_s + max(HELD_OUT_EVERY_S, 10 * (now_s - began_s))
 
     def _account(self, version: int) -> None:
@@ -165,11 +159,11 @@ class Server:
         that the pass was told it runs on. Had they changed at any moment of the pass, they would no longer match, or
         the label would have moved.
         """
-        is_checked = self._record.passes % self._settings.check_every == 0
+        is_checked = self.record.passes % self._settings.check_every == 0
         differing = self._subscriber.check() if is_checked else []
         label = self._subscriber.version
         is_busy = bool(self._active or self._queue)
-        self._record.note_pass(version, label, differing, is_checked=is_checked, is_busy=is_busy)
+        self.record.note_pass(version, label, differing, is_checked=is_checked, is_busy=is_busy)
 
     def _idle(self, next_s: float | None, now_s: float) -> None:
         """Wait for the next request, or for a version to adopt: an idle server switches at once too."""
@@ -181,4 +175,4 @@ class Server:
 
     def _report(self) -> None:
         waiting = len(self._active) + len(self._queue)
-        self._line.send(self._record.report(self._subscriber, waiting))
+        self._line.send(self.record.report(self._subscriber, waiting))

@@ -10,8 +10,7 @@ from rich.text import Text
 
 from weightsync.cli.demo.numerals import MISSING, microseconds, milliseconds, short
 from weightsync.cli.demo.tally import Tally
-from weightsync.cli.demo.view import describe_model, describe_transport
-from weightsync.cli.progress import size_text
+from weightsync.cli.demo.view import describe_bytes, describe_model, describe_transport
 
 NEAR = 1.25  # latency with syncing on over syncing off that still counts as undisturbed
 SLACK_S = 0.01  # a difference smaller than this is the clock's and the scheduler's
@@ -126,7 +125,7 @@ def draw_figures(tally: Tally) -> Table:
     grid.add_row("time to staged", milliseconds(tally.staged_s))
     grid.add_row("time to all live", milliseconds(tally.live_s))
     grid.add_row("swap pause", microseconds(tally.pause_s))
-    grid.add_row("bytes received", f"{size_text(tally.bytes_received)}{rate}")
+    grid.add_row("bytes received", f"{describe_bytes(tally)}{rate}")
     return grid
 
 

@@ -152,6 +152,9 @@ class Tally:
 
     @property
     def bytes_received(self) -> int:
+        """0 when adopting: the servers map the publisher's own pages."""
+        if self.settings.swap == "adopt":
+            return 0
         return sum(server.receipts.bytes_received for server in self.servers.values())
 
     @property
@@ -159,7 +162,8 @@ class Tally:
         """Bytes of a version over the time one server took to read it, over all reads."""
         read_s = sum(sum(synced.reads_s) for synced in self._measured)
         size_bytes = sum(synced.size_bytes * len(synced.reads_s) for synced in self._measured)
-        return size_bytes / read_s / 2**30 if read_s > 0 else None
+        is_moved = self.settings.swap != "adopt" and read_s > 0
+        return size_bytes / read_s / 2**30 if is_moved else None
 
     @property
     def tokens_per_s(self) -> float:

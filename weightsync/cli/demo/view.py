@@ -88,7 +88,7 @@ def _draw_sync(tally: Tally) -> RenderableType:
         "publish() call",
         milliseconds(tally.publish_call_s),
     )
-    grid.add_row("time to staged", milliseconds(tally.staged_s), "bytes received", _describe_bytes(tally))
+    grid.add_row("time to staged", milliseconds(tally.staged_s), "bytes received", describe_bytes(tally))
     grid.add_row(
         "time to all live",
         milliseconds(tally.live_s),
@@ -110,9 +110,9 @@ def _draw_loss(tally: Tally) -> RenderableType:
     )
 
 
-def _describe_bytes(tally: Tally) -> str:
-    if tally.settings.swap == "adopt" and not tally.bytes_received:
-        return "none: pages are shared"
+def describe_bytes(tally: Tally) -> str:
+    if tally.settings.swap == "adopt":
+        return "none, pages are shared"
     return size_text(tally.bytes_received)
 
 
