@@ -10,8 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 from tests.conftest import Child
+from weightsync.cli import main
 
 Run = Callable[..., Child]
+Call = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
@@ -48,3 +50,18 @@ def file(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> Path:
     path = tmp_path / "model.safetensors"
     save_file(tensors, path, metadata={"format": "pt"})
     return path
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """`call("pull", ...)` runs the command in this process, for what needs none of its own: (exit code, output)."""
+
+    def run(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr("sys.argv", ["weightsync", *arguments])
+        monkeypatch.setenv("COLUMNS", "200")
+        with pytest.raises(SystemExit) as end:
+            main()
+        output = capsys.readouterr()
+        return int(end.value.code or 0), output.out + output.err
+
+    return run

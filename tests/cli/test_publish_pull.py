@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from tests.cli.conftest import Run
+from tests.cli.conftest import Call, Run
 from tests.conftest import Child
 
 INDEX = "model.safetensors.index.json"
@@ -358,17 +358,18 @@ def test_a_path_without_weights_says_what_is_there(weightsync: Run, address: str
     ],
     ids=" ".join,
 )
-def test_wrong_usage_exits_with_2(weightsync: Run, arguments: list[str]) -> None:
-    assert "Traceback" not in weightsync(*arguments).join(2)
+def test_wrong_usage_exits_with_2(call: Call, arguments: list[str]) -> None:
+    code, said = call(*arguments)
+    assert code == 2 and "Traceback" not in said
 
 
 @pytest.mark.parametrize("command", ["demo", "publish", "pull", "status", "doctor", "keys new", "keys add"])
-def test_help_teaches_with_an_example(weightsync: Run, command: str) -> None:
-    said = weightsync(*command.split(), "--help").join()
-    assert "Example" in said and f"weightsync {command}" in said
+def test_help_teaches_with_an_example(call: Call, command: str) -> None:
+    code, said = call(*command.split(), "--help")
+    assert code == 0 and "Example" in said and f"weightsync {command}" in said
 
 
-def test_the_version_is_that_of_the_package(weightsync: Run) -> None:
+def test_the_version_is_that_of_the_package(call: Call) -> None:
     import weightsync as package
 
-    assert weightsync("--version").join() == f"weightsync {package.__version__}\n"
+    assert call("--version") == (0, f"weightsync {package.__version__}\n")
