@@ -28,8 +28,9 @@ demo: $(STAMP)  ## Train, serve and switch weights live on this machine; ARGS="-
 test: $(STAMP)  ## Run the tests; ARGS="-k shm"
 	$(BIN)/python -m pytest $(ARGS)
 
-bench: $(STAMP)  ## Run the benchmarks (data is checked in each run)
-	$(BIN)/python -m pytest benchmarks --benchmark-only $(ARGS)
+bench: $(STAMP)  ## Run the benchmarks (data is checked in each run); results go to build/bench.json
+	@mkdir -p build
+	$(BIN)/python -m pytest benchmarks --benchmark-only --benchmark-json=build/bench.json $(ARGS)
 
 lint: $(STAMP) $(LINT_STAMP)  ## Check style and types
 	$(BIN)/ruff check .

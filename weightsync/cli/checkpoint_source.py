@@ -91,7 +91,7 @@ def _read_indexed(found: CheckpointFiles, index: Path) -> None:
         if file != Path(file).name:
             found.problems.append(f"{index.name}: {file!r} points out of the folder")
         elif not (index.parent / file).is_file():
-            found.problems.append(f"{file}: named by the index for {len(names)} tensors, but missing")
+            found.problems.append(f"{file}: missing; the index puts {len(names)} of the tensors there")
         else:
             present.append(index.parent / file)
     _read_headers(found, sorted(present))
@@ -99,12 +99,12 @@ def _read_indexed(found: CheckpointFiles, index: Path) -> None:
         promised = set(wanted[path.name])
         if missing := sorted(promised - set(names)):
             found.problems.append(
-                f"{path.name}: lacks {len(missing)} tensors that the index puts there: {_join(missing)}"
+                f"{path.name}: lacks {len(missing)} of the tensors that the index puts there: {_join(missing)}"
             )
         unlisted = [name for name in names if name not in weight_map]
         if unlisted:
             found.problems.append(
-                f"{path.name}: holds {len(unlisted)} tensors that the index lacks: {_join(unlisted)}"
+                f"{path.name}: holds {len(unlisted)} of its tensors without the index knowing: {_join(unlisted)}"
             )
 
 
@@ -115,7 +115,9 @@ def _weight_map(found: CheckpointFiles, index: Path) -> dict[str, str]:
         found.problems.append(f"{index.name}: not readable as JSON: {error}")
         return {}
     if duplicates:
-        found.problems.append(f"{index.name}: names {len(duplicates)} tensors twice: {_join(duplicates)}")
+        found.problems.append(
+            f"{index.name}: names {len(duplicates)} of the tensors twice: {_join(duplicates)}"
+        )
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         found.problems.append(f'{index.name}: has no "weight_map" from tensor names to file names')
@@ -136,7 +138,7 @@ def _read_headers(found: CheckpointFiles, files: list[Path]) -> None:
             continue
         if doubled := _doubled_in_header(file):
             found.problems.append(
-                f"{file.name}: its header names {len(doubled)} tensors twice: {_join(doubled)}"
+                f"{file.name}: its header names {len(doubled)} of the tensors twice: {_join(doubled)}"
             )
         found.names[file] = names
         by_other: dict[Path, list[str]] = {}
@@ -146,7 +148,7 @@ def _read_headers(found: CheckpointFiles, files: list[Path]) -> None:
                 by_other.setdefault(other, []).append(name)
         for other, doubled in by_other.items():
             found.problems.append(
-                f"{file.name}: {len(doubled)} tensors are also in {other.name}: {_join(doubled)}"
+                f"{file.name}: shares {len(doubled)} of its tensors with {other.name}: {_join(doubled)}"
             )
 
 

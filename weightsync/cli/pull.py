@@ -101,5 +101,5 @@ def _pull(
         f"version {version}: {len(tensors)} tensors, {size_text(size)}, all digests verified\n"
         f"read in {read_s:.2f} s ({rate_text(size, read_s)}), "
         f"written in {write_s:.2f} s ({rate_text(size, write_s)})\n"
-        f"wrote {paths[0]}" + (f" and {len(paths) - 1} files it names" if len(paths) > 1 else "")
+        f"wrote {out}" + (f" ({len(paths)} files)" if len(paths) > 1 else "")
     )

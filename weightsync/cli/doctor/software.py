@@ -31,7 +31,8 @@ def check_native_core() -> Finding:
     from weightsync import _native as native
 
     if native.IS_NATIVE:
-        return Finding("native core", State.OK, "built and loaded")
+        used = " and ".join(name.upper() for name, is_there in native.features().items() if is_there)
+        return Finding("native core", State.OK, f"built and loaded, with {used or 'portable code only'}")
     return Finding(
         "native core",
         State.WARN,
