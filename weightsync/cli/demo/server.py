@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
 import threading
 import time
 from types import TracebackType
@@ -85,13 +87,13 @@ class Server:
         self._subscriber.close()
 
     def rehearse(self) -> float:
-        """Seconds of one forward pass over one request, measured beside the other processes."""
+        """Seconds of a typical forward pass over one request, measured beside the other processes."""
         self.forward(self._prompts[:1])
-        began_s, passes = time.monotonic(), 0
-        while passes < 2 or time.monotonic() - began_s < REHEARSAL_S:
+        times_s = [time.monotonic()]
+        while len(times_s) < 4 or times_s[-1] - times_s[0] < REHEARSAL_S:
             self.forward(self._prompts[:1])
-            passes += 1
-        return (time.monotonic() - began_s) / passes
+            times_s.append(time.monotonic())
+        return statistics.median(after - before for before, after in itertools.pairwise(times_s))
 
     def serve(self, begin: Begin) -> None:
         """Answer requests until told to stop; then finish those in hand and adopt what is still pending."""

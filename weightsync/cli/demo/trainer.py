@@ -64,12 +64,20 @@ def await_members(publisher: ws.Publisher, count: int, line: Line) -> bool:
 def rehearse(learner: Learner, line: Line) -> Begin | None:
     """Work as in training but learn nothing, so that the servers measure their speed beside a busy trainer."""
     deadline_s = time.monotonic() + START_S
+    load_optimizer_code()
     while not line.is_stopped() and time.monotonic() < deadline_s:
         learner.differentiate()
         begin = line.wait(Begin, 0.0)
         if begin is not None:
             return begin
     return None
+
+
+def load_optimizer_code() -> None:
+    """The first step of any optimizer imports a large part of torch; better before the run than in it."""
+    scratch = torch.nn.Parameter(torch.zeros(1))
+    scratch.grad = torch.zeros(1)
+    torch.optim.AdamW([scratch]).step()
 
 
 def train(learner: Learner, journal: Journal, schedule: Schedule, settings: Settings, line: Line) -> None:
