@@ -158,9 +158,9 @@ def test_requests_arrive_by_the_clock_and_not_when_the_server_looks() -> None:
     assert (request.tokens_left, request.sample()[1]) == (2, "c")
 
 
-def test_a_server_is_asked_for_half_of_what_it_can_do() -> None:
+def test_a_server_is_asked_for_less_than_it_can_do() -> None:
     size = SIZES["small"]
-    assert pick_rate(0.010, size) * 0.010 * size.reply_tokens == pytest.approx(0.5)
+    assert pick_rate(0.010, size) * 0.010 * size.reply_tokens == pytest.approx(0.4)
     assert [threads_per_process(cores, 2) for cores in (1, 2, 6, 64)] == [1, 1, 2, 4]
 
 

@@ -54,7 +54,7 @@ def demo(
         float | None,
         typer.Option(
             metavar="PER_SECOND",
-            help="Requests per second and server. Default: half of what a server can do, measured at the start.",
+            help="Requests per second and server. Default: well below what a server can do, as measured at the start.",
         ),
     ] = None,
     publish_every: Annotated[

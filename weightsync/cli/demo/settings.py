@@ -12,7 +12,7 @@ ModelSize = Literal["tiny", "small", "medium", "large", "xl"]
 Transport = Literal["auto", "shm", "zmq"]
 Swap = Literal["remap", "copy", "flip", "adopt"]
 
-BUSY_SHARE = 0.5  # of a server's measured capacity that the default request rate asks for
+BUSY_SHARE = 0.4  # of a server's measured capacity that the default request rate asks for
 
 
 @dataclass(frozen=True, slots=True)
