@@ -44,7 +44,7 @@ class Receiver:
         timeout_s: float,
         open_session: Callable[[m.Welcome], Session],
         send: Callable[[m.FromMember], None],
-        on_session: Callable[[Session], None],
+        on_session: Callable[[Session | None], None],
         on_verified: Callable[[int, float], None],
         on_failed: Callable[[int, WeightSyncError], None],
         rejoin: Callable[[], None],
@@ -160,6 +160,7 @@ class Receiver:
             if self._mode.borrows_slots:
                 self.table.forget()  # those slots were of a publisher that is no more
         if old is not None:
+            self._on_session(None)  # nobody may watch a descriptor that is closed now
             old.close()
         try:
             session = self._open_session(welcome)

@@ -391,11 +391,13 @@ class Subscriber:
         with torch.no_grad():
             return open_session(welcome, self._entries, self._mode, self._environment, self._choice)
 
-    def _joined(self, session: Session) -> None:
-        self._plan = session.plan
-        self.stats.transport = session.transport
+    def _joined(self, session: Session | None) -> None:
+        """A session began; None: the one there was is about to end."""
+        if session is not None:
+            self._plan = session.plan
+            self.stats.transport = session.transport
         if self._link is not None:
-            self._link.watch(session.reader.liveness_fd())
+            self._link.watch(None if session is None else session.reader.liveness_fd())
 
     def _rejoin(self) -> None:
         if self._link is not None:
@@ -435,6 +437,7 @@ class Subscriber:
                     f"no verified version within {self._timeout_s:g} s: {self.stats.last_error or 'none was published'}; "
                     "pass initial_version= to serve the tensors' own content until then"
                 )
+        self._gate.request_swap()  # the receiver's own request may still be on its way
 
     def _has(self, version: int) -> bool:
         live, link = self._live, self._link

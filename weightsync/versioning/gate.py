@@ -86,8 +86,7 @@ class Gate:
                 )
                 self.drains_missed += not drained
                 _, after = self._try_enter(is_nested, True)
-        if after is not None:
-            after()
+        self._tell(after)
 
     async def _enter_async(self, is_nested: bool) -> None:
         deadline = time.monotonic() + self._drain_timeout_s
@@ -96,11 +95,19 @@ class Gate:
                 late = time.monotonic() >= deadline
                 entered, after = self._try_enter(is_nested, late)
                 self.drains_missed += late and self._is_pending
-            if after is not None:
-                after()
+            self._tell(after)
             if entered:
                 return
             await asyncio.sleep(0.001)
+
+    def _tell(self, after: Callable[[], None] | None) -> None:
+        """Call what a swap left to be called; if that raises, the one who just entered is not inside."""
+        if after is not None:
+            try:
+                after()
+            except BaseException:
+                self._leave()
+                raise
 
     def _leave(self) -> None:
         with self._changed:
@@ -123,7 +130,11 @@ class Step:
     def _opened(self) -> int:
         self._gate._innermost.set(self)
         self.is_open = True
-        return self._label()
+        try:
+            return self._label()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
 
     def _nesting(self) -> bool:
         if self.is_open:

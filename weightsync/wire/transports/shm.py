@@ -38,6 +38,8 @@ _CAPS = Caps(one_sided=True, cross_host=False, maps_slots=True)
 _HANDSHAKE_S = 5.0
 _MAX_SLOTS = 64
 _INSTANCE_BYTES = 64
+_GOODBYE = b"\0"
+"""What a reader says before it closes; a socket that ends without it belonged to a process that died."""
 
 
 class ShmExporter(Exporter):
@@ -104,14 +106,14 @@ class ShmExporter(Exporter):
                 if self._closed:
                     return
                 self._peers[peer] = instance
+            last_words = b""
             with contextlib.suppress(OSError):
                 peer.settimeout(None)
-                while peer.recv(64):
-                    pass
+                last_words = peer.recv(len(_GOODBYE))
             with self._lock:
                 del self._peers[peer]
                 closed = self._closed
-        if not closed:
+        if not closed and last_words != _GOODBYE:
             self._environment.on_gone(instance)
 
     def _hand_over(self, peer: socket.socket) -> str:
@@ -195,6 +197,8 @@ class ShmReader(Reader):
 
     def close(self) -> None:
         if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.sendall(_GOODBYE)
             self._socket.close()
             self._socket = None
         for segment in self._segments:

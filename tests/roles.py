@@ -1,0 +1,246 @@
+"""What the processes of the tests do: publishers and subscribers whose every element says which publish it is from.
+
+Content number n means that each element of each tensor is n, so that a torn or mixed-up version shows in the weights
+themselves, whatever the digests say.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import zmq
+
+import weightsync as ws
+import weightsync.subscriber.fetch
+import weightsync.subscriber.link
+import weightsync.wire.fleet
+from weightsync import _native
+from weightsync.publisher import staging
+from weightsync.wire.transports import shm as shm_transport
+from weightsync.wire.transports import zmq as zmq_transport
+
+State = SimpleNamespace
+
+
+def model(blocks: int = 6, width: int = 64) -> torch.nn.Module:
+    """A few layers with a buffer; about `blocks * width² * 4` bytes."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(width, width) for _ in range(blocks)]
+    made = torch.nn.Sequential(*layers)
+    made.register_buffer("steps", torch.zeros(3, dtype=torch.int64))
+    return made
+
+
+@torch.no_grad()
+def fill(made: torch.nn.Module | dict[str, torch.Tensor], content: float) -> None:
+    for tensor in _tensors(made):
+        tensor.fill_(content)
+
+
+def content_of(made: torch.nn.Module | dict[str, torch.Tensor]) -> float:
+    """The content number; an AssertionError if the elements are of different publishes."""
+    low = {float(t.min()) for t in _tensors(made) if t.numel()}
+    high = {float(t.max()) for t in _tensors(made) if t.numel()}
+    assert low == high and len(low) == 1, f"torn: elements from {sorted(low)} to {sorted(high)}"
+    return low.pop()
+
+
+def _tensors(made: torch.nn.Module | dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    return list((made.state_dict() if isinstance(made, torch.nn.Module) else made).values())
+
+
+# ---- publishers
+
+
+def open_publisher(state: State, address: str, *, size: dict[str, int] | None = None, **options: Any) -> str:
+    """Publish a model at `address`; returns the real address."""
+    state.pub = state.stack.enter_context(ws.Publisher(address, **options))
+    state.trained = model(**(size or {}))
+    state.pub.register(state.trained)
+    return str(state.pub.address)
+
+
+def publish(
+    state: State, content: float, *, wait: str | None = "ready", members: int = 0, **options: Any
+) -> int:
+    """Publish `content`, scribble over the trainer's tensors at once, and wait."""
+    state.pub.wait_for_members(members, 20.0)
+    fill(state.trained, content)
+    state.ticket = state.pub.publish(**options)
+    fill(state.trained, -7)
+    if wait is not None and not state.ticket.skipped:
+        state.ticket.wait(wait, options.get("timeout_s", 20.0))
+    return int(state.ticket.version)
+
+
+def close_publisher(state: State) -> None:
+    state.pub.close()
+
+
+def epoch(state: State) -> int:
+    return int(state.pub.epoch)
+
+
+def members(state: State) -> list[tuple[str, int | None]]:
+    return [(member.name, member.live_version) for member in state.pub.status().members]
+
+
+# ---- subscribers
+
+
+def open_subscriber(
+    state: State, address: str, *, size: dict[str, int] | None = None, start_s: float = 20.0, **options: Any
+) -> str:
+    """Follow `address`; returns the transport."""
+    state.served = model(**(size or {}))
+    fill(state.served, -1)
+    state.sub = state.stack.enter_context(ws.Subscriber(address, state.served, **options).start(start_s))
+    return str(state.sub.stats.transport)
+
+
+def close_subscriber(state: State) -> None:
+    state.sub.close()
+
+
+def await_version(state: State, version: int, timeout_s: float = 20.0) -> tuple[int, float]:
+    """Wait for a version; returns it and its content."""
+    state.sub.wait_for(version, timeout_s)
+    return look(state)
+
+
+def look(state: State) -> tuple[int, float]:
+    """One forward pass: the version, checked against its manifest, and the content that it sees."""
+    with state.sub.step() as version:
+        wrong = state.sub.check()
+        assert not wrong, f"version {version} does not match its manifest: {wrong}"
+        return int(version), content_of(state.served)
+
+
+def await_content(state: State, content: float, timeout_s: float = 20.0) -> tuple[int, float]:
+    """Serve until `content` is seen."""
+    deadline = time.monotonic() + timeout_s
+    while (seen := look(state))[1] != content:
+        assert time.monotonic() < deadline, f"still {seen}, waited for {content}: {state.sub.stats}"
+        time.sleep(0.005)
+    return seen
+
+
+def last_error(state: State) -> str | None:
+    return state.sub.stats.last_error
+
+
+def counts(state: State) -> tuple[int, int, int]:
+    """Versions verified, live, failed."""
+    stats = state.sub.stats
+    return stats.versions_verified, stats.versions_live, stats.versions_failed
+
+
+def serve(state: State) -> None:
+    """Serve on a thread of its own, without a pause, until `stop_serving`."""
+    state.seen = []
+    state.trouble = []
+    state.enough = threading.Event()
+
+    def run() -> None:
+        try:
+            while not state.enough.is_set():
+                seen = look(state)
+                if not state.seen or state.seen[-1] != seen:
+                    state.seen.append(seen)
+                time.sleep(0.002)
+        except BaseException as error:
+            state.trouble.append(error)
+
+    state.server = threading.Thread(target=run)
+    state.server.start()
+    state.stack.callback(state.enough.set)
+
+
+def stop_serving(state: State) -> list[tuple[int, float]]:
+    """The versions served, in order, with their content."""
+    state.enough.set()
+    state.server.join(20.0)
+    assert not state.server.is_alive()
+    if state.trouble:
+        raise state.trouble[0]
+    return list(state.seen)
+
+
+# ---- both
+
+
+def be_impatient(state: State, member_timeout_s: float) -> None:
+    """A silent peer counts as gone after this long, instead of five seconds."""
+    weightsync.subscriber.link.MEMBER_TIMEOUT_S = member_timeout_s
+    weightsync.wire.fleet.MEMBER_TIMEOUT_S = member_timeout_s
+
+
+class _Halting:
+    """The real program in two halves, with a pause between them."""
+
+    pause: Callable[[], None]
+
+    def __init__(self, table: np.ndarray) -> None:
+        self._cut = len(table) // 2
+        self._halves = [_native.Program(table[: self._cut]), _native.Program(table[self._cut :])]
+
+    def run(self, src: np.ndarray, dst: np.ndarray | None, digests: np.ndarray | None, **options: Any) -> int:
+        for part, half in zip((slice(self._cut), slice(self._cut, None)), self._halves, strict=True):
+            some = None if digests is None else np.zeros(len(src[part]), np.uint64)
+            status = half.run(src[part].copy(), None if dst is None else dst[part].copy(), some, **options)
+            if status != _native.OK:
+                return status
+            if digests is not None:
+                digests[part] = some
+            if half is self._halves[0]:
+                type(self).pause()
+        return _native.OK
+
+
+def _pausing(state: State, where: str) -> type[_Halting]:
+    state.is_armed = False
+
+    def pause() -> None:
+        if state.is_armed:
+            state.is_armed = False
+            state.side.send(where)
+            state.side.recv()
+
+    return type("Halting", (_Halting,), {"pause": staticmethod(pause)})
+
+
+def arm(state: State) -> None:
+    """Pause half-way through the next staging (or reading), see `Peer.await_pause`."""
+    state.is_armed = True
+
+
+def can_pause_staging(state: State) -> None:
+    """Call before the first publish."""
+    staging._native = SimpleNamespace(Program=_pausing(state, "staging"))
+
+
+def can_pause_reading(state: State, transport: str) -> None:
+    """Call before joining."""
+    module = {"shm": shm_transport, "zmq": zmq_transport}[transport]
+    module._native = SimpleNamespace(
+        Program=_pausing(state, "reading"),
+        **{name: getattr(_native, name) for name in ("OK", "EVICTED", "CANCELLED", "TIMEOUT")},
+    )
+    zmq_transport.CHUNK_BYTES = 64 << 10
+    zmq_transport.WINDOW = 1
+
+
+# ---- raw sockets
+
+
+def dealer(context: zmq.Context[Any], address: str) -> zmq.Socket[bytes]:
+    socket = context.socket(zmq.DEALER)
+    socket.linger = 0
+    socket.connect(address)
+    return socket
