@@ -21,12 +21,12 @@ from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 DEADLINE_S = 30.0
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "tests.roles"])  # a child starts in milliseconds, not in seconds
+_context.set_forkserver_preload(
+    ["torch", "tests.processes", "tests.roles"]
+)  # a child starts in milliseconds, not in seconds
 
 
 class Peer:
@@ -84,10 +84,13 @@ class Peer:
     def cont(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
 
-    def join(self, code: int = 0) -> None:
-        """Ask it to close everything and end; assert the exit code."""
+    def ask_to_leave(self) -> None:
+        """Ask it to close everything and end."""
         with contextlib.suppress(OSError):
             self._orders.send(None)
+
+    def join(self, code: int = 0) -> None:
+        """Wait for the end of one that was asked to leave; assert the exit code."""
         self._process.join(DEADLINE_S)
         got = self._process.exitcode
         if got is None:
@@ -124,6 +127,8 @@ def peers() -> Iterator[Callable[[], Peer]]:
     try:
         for peer in left:
             peer.cont()
+            peer.ask_to_leave()
+        for peer in left:
             peer.join()
     finally:
         for peer in left:
@@ -140,19 +145,6 @@ def eventually(
         assert time.monotonic() < deadline, f"it never came true that {what}"
         time.sleep(within_s)
     return found
-
-
-@pytest.fixture
-def peer() -> Iterator[Callable[[], Peer]]:
-    yield from peers()
-
-
-@pytest.fixture
-def nothing_is_left() -> Iterator[None]:
-    """After the test no thread of the library runs in the test's own process."""
-    yield
-    gc.collect()
-    eventually(lambda: not library_threads(), f"the library's threads end: {library_threads()}", 10.0)
 
 
 def library_threads() -> list[str]:
@@ -186,9 +178,8 @@ def _obey(orders: Connection, side: Connection) -> None:
     state.__dict__.clear()
     gc.collect()
     eventually(lambda: not library_threads(), f"threads end: {library_threads()}", 10.0)
-    if complaints:
-        print(*complaints, sep="\n", file=sys.stderr)
-        os._exit(3)
+    print(*complaints, sep="\n", end="", file=sys.stderr, flush=True)
+    os._exit(3 if complaints else 0)  # without the second that torch takes to leave
 
 
 def _portable(error: Exception) -> Exception:

@@ -21,6 +21,7 @@ import weightsync.subscriber.fetch
 import weightsync.subscriber.link
 import weightsync.wire.fleet
 from weightsync import _native
+from weightsync.errors import FencedError, SyncTimeoutError
 from weightsync.publisher import staging
 from weightsync.wire.transports import shm as shm_transport
 from weightsync.wire.transports import zmq as zmq_transport
@@ -83,6 +84,29 @@ def close_publisher(state: State) -> None:
     state.pub.close()
 
 
+def address(state: State) -> str:
+    return str(state.pub.address)
+
+
+def await_stage(state: State, stage: str) -> dict[str, str | None]:
+    """Wait for the newest ticket; returns each member's error."""
+    report = state.ticket.wait(stage, 20.0)
+    return {name: member.error for name, member in report.members.items()}
+
+
+def await_fence(state: State) -> None:
+    """Block until this publisher has fenced itself."""
+    deadline = time.monotonic() + 20.0
+    while time.monotonic() < deadline:
+        try:
+            state.pub.wait_for_members(10_000, 0.01)
+        except FencedError:
+            return
+        except SyncTimeoutError:
+            pass
+    raise AssertionError("it was never fenced")
+
+
 def epoch(state: State) -> int:
     return int(state.pub.epoch)
 
@@ -129,6 +153,10 @@ def await_content(state: State, content: float, timeout_s: float = 20.0) -> tupl
         assert time.monotonic() < deadline, f"still {seen}, waited for {content}: {state.sub.stats}"
         time.sleep(0.005)
     return seen
+
+
+def live_epoch(state: State) -> int | None:
+    return state.sub.epoch
 
 
 def last_error(state: State) -> str | None:

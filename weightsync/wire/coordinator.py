@@ -170,7 +170,10 @@ class Coordinator:
     def _bind(self, address: Address, publisher: str, epoch: int, takeover: bool) -> int:
         if self._try_bind(address):
             return epoch
-        reply = ask(address, m.AskStatus(), keys=self._keys, timeout_s=_PROBE_S)
+        try:
+            reply = ask(address, m.AskStatus(), keys=self._keys, timeout_s=_PROBE_S)
+        except ProtocolError:
+            reply = None  # it does speak ZeroMQ, but is none of ours
         if not isinstance(reply, m.Status):
             raise AddressInUseError(
                 f"{address.text} is in use by something that does not answer as a weightsync publisher; "
