@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,9 +57,10 @@ def file(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> Path:
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
     """`call("pull", ...)` runs the command in this process, for what needs none of its own: (exit code, output)."""
 
-    def run(*arguments: str) -> tuple[int, str]:
-        monkeypatch.setattr("sys.argv", ["weightsync", *arguments])
+    def run(*arguments: object) -> tuple[int, str]:
+        monkeypatch.setattr("sys.argv", ["weightsync", *map(str, arguments)])
         monkeypatch.setenv("COLUMNS", "200")
+        monkeypatch.setattr(logging.root, "level", logging.root.level)  # put back what --verbose sets
         with pytest.raises(SystemExit) as end:
             main()
         output = capsys.readouterr()

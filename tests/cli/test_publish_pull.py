@@ -63,6 +63,12 @@ def serve(weightsync: Run, path: Path, address: str, *arguments: object) -> Chil
     return publisher
 
 
+def pull(call: Call, *arguments: object, code: int = 0) -> str:
+    got, said = call("pull", *arguments)
+    assert got == code, said
+    return said
+
+
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Path]:
     folder.mkdir()
@@ -93,7 +99,7 @@ def test_a_file_arrives_bit_for_bit(
 
 
 def test_a_sharded_folder_arrives_as_a_sharded_folder(
-    weightsync: Run, address: str, tmp_path: Path, tensors: Tensors
+    weightsync: Run, call: Call, address: str, tmp_path: Path, tensors: Tensors
 ) -> None:
     names = list(tensors)
     shards = {
@@ -102,7 +108,7 @@ def test_a_sharded_folder_arrives_as_a_sharded_folder(
     }
     publisher = serve(weightsync, save_folder(tmp_path / "in", shards), address)
     out = tmp_path / "out"
-    weightsync("pull", address, "--out", out, "--shard-size", "40KB").join()
+    pull(call, address, "--out", out, "--shard-size", "40KB")
     publisher.interrupt()
     assert "stopped" in publisher.join()
     assert_equal(load(out), tensors)
@@ -116,18 +122,18 @@ def test_a_sharded_folder_arrives_as_a_sharded_folder(
 
 
 def test_the_printed_line_fetches_over_tcp(
-    weightsync: Run, file: Path, tmp_path: Path, tensors: Tensors
+    weightsync: Run, call: Call, file: Path, tmp_path: Path, tensors: Tensors
 ) -> None:
     publisher = serve(weightsync, file, "tcp://127.0.0.1:0")
     line = publisher.wait_for(r"fetch it with: weightsync (pull tcp://127\.0\.0\.1:[1-9]\d*) --out")
-    weightsync(*line[1].split(), "--out", tmp_path / "got.safetensors").join()
+    assert call(*line[1].split(), "--out", tmp_path / "got.safetensors")[0] == 0
     publisher.interrupt()
     publisher.join()
     assert_equal(load(tmp_path / "got.safetensors"), tensors)
 
 
 def test_tensors_that_share_memory_arrive_under_each_name(
-    weightsync: Run, spawn: Run, address: str, tmp_path: Path
+    weightsync: Run, call: Call, spawn: Run, address: str, tmp_path: Path
 ) -> None:
     trainer = spawn(
         "-c",
@@ -141,14 +147,14 @@ def test_tensors_that_share_memory_arrive_under_each_name(
         address,
     )
     trainer.wait_for("ready")
-    weightsync("pull", address, "--out", tmp_path / "got.safetensors").join()
+    pull(call, address, "--out", tmp_path / "got.safetensors")
     trainer.kill()
     tied = torch.arange(8.0)
     assert_equal(load(tmp_path / "got.safetensors"), {"a": tied, "b": tied, "c": tied[2:4]})
 
 
 def test_nothing_is_overwritten_without_force(
-    weightsync: Run, address: str, file: Path, tmp_path: Path, tensors: Tensors
+    weightsync: Run, call: Call, address: str, file: Path, tmp_path: Path, tensors: Tensors
 ) -> None:
     publisher = serve(weightsync, file, address)
     old = tmp_path / "old.safetensors"
@@ -156,13 +162,13 @@ def test_nothing_is_overwritten_without_force(
     folder = save_folder(tmp_path / "old", {"model-00001-of-00001.safetensors": {"x": torch.ones(1)}})
     (folder / "config.json").write_text("{}")
     for out in (old, folder):
-        said = weightsync("pull", address, "--out", out).join(1)
+        said = pull(call, address, "--out", out, code=1)
         assert said.startswith("error: ") and "--force" in said and said.count("\n") == 1
     assert old.read_bytes() == b"old"
     assert list(load(folder)) == ["x"]
 
     for out in (old, folder):
-        weightsync("pull", address, "--out", out, "--force", "--shard-size", "40KB").join()
+        pull(call, address, "--out", out, "--force", "--shard-size", "40KB")
         assert_equal(load(out), tensors)
     assert (folder / "config.json").read_text() == "{}"
     publisher.interrupt()
@@ -170,11 +176,11 @@ def test_nothing_is_overwritten_without_force(
 
 
 def test_a_full_disk_is_told_before_anything_is_read(
-    weightsync: Run, address: str, tmp_path: Path, file: Path
+    weightsync: Run, call: Call, address: str, tmp_path: Path, file: Path
 ) -> None:
     publisher = serve(weightsync, file, address)
     with small_disk(tmp_path / "small", "64k") as disk:
-        said = weightsync("pull", address, "--out", disk / "got.safetensors").join(1)
+        said = pull(call, address, "--out", disk / "got.safetensors", code=1)
         assert "needs" in said and "are free" in said and "Traceback" not in said
         assert not list(disk.iterdir())
     publisher.interrupt()
@@ -216,24 +222,21 @@ def test_a_pull_that_is_stopped_leaves_nothing(
 
 
 def test_once_ends_when_the_wanted_number_have_it(
-    weightsync: Run, address: str, file: Path, tmp_path: Path
+    weightsync: Run, call: Call, address: str, file: Path, tmp_path: Path
 ) -> None:
     publisher = serve(weightsync, file, address, "--once", 2, "--for", 60)
     for name in ("first", "second"):
         assert publisher.process.poll() is None
-        weightsync("pull", address, "--out", tmp_path / name).join()
+        pull(call, address, "--out", tmp_path / name)
     assert "done: 2 of 2" in publisher.join()
 
 
-def test_nobody_there_is_one_line(weightsync: Run, address: str, tmp_path: Path) -> None:
-    said = weightsync("pull", address, "--out", tmp_path / "x", "--timeout", 0.3).join(1)
-    assert said.startswith("error: ") and address in said and said.count("\n") == 1
-    assert "Traceback" in weightsync(
-        "pull", address, "--out", tmp_path / "x", "--timeout", 0.3, "--verbose"
-    ).join(1)
-    assert "Traceback" in weightsync(
-        "--verbose", "pull", address, "--out", tmp_path / "x", "--timeout", 0.3
-    ).join(1)
+def test_nobody_there_is_one_line(call: Call, address: str, tmp_path: Path) -> None:
+    ask = ("pull", address, "--out", tmp_path / "x", "--timeout", 0.3)
+    code, said = call(*ask)
+    assert code == 1 and said.startswith("error: ") and address in said and said.count("\n") == 1
+    for verbose in ((*ask, "--verbose"), ("--verbose", *ask)):
+        assert "Traceback" in call(*verbose)[1]
 
 
 def test_a_goal_that_is_not_reached_in_time_fails(weightsync: Run, address: str, file: Path) -> None:
@@ -242,40 +245,42 @@ def test_a_goal_that_is_not_reached_in_time_fails(weightsync: Run, address: str,
 
 
 def test_a_second_publisher_is_refused_and_takes_over_when_asked(
-    weightsync: Run, address: str, file: Path, tmp_path: Path, tensors: Tensors
+    weightsync: Run, call: Call, address: str, file: Path, tmp_path: Path, tensors: Tensors
 ) -> None:
     first = serve(weightsync, file, address, "--name", "first")
     said = weightsync("publish", file, "--address", address).join(1)
     assert "first" in said.splitlines()[-1] and "Traceback" not in said
     second = serve(weightsync, file, address, "--takeover")
     assert "fenced" in first.join(1)
-    weightsync("pull", address, "--out", tmp_path / "got.safetensors").join()
+    pull(call, address, "--out", tmp_path / "got.safetensors")
     assert_equal(load(tmp_path / "got.safetensors"), tensors)
     second.interrupt()
     second.join()
 
 
-def test_keys_guard_the_weights(weightsync: Run, file: Path, tmp_path: Path, tensors: Tensors) -> None:
+def test_keys_guard_the_weights(
+    weightsync: Run, call: Call, file: Path, tmp_path: Path, tensors: Tensors
+) -> None:
     for name in ("fleet", "strangers"):
-        weightsync("keys", "new", tmp_path / name).join()
+        call("keys", "new", tmp_path / name)
     publisher = serve(weightsync, file, "tcp://127.0.0.1:0", "--keys", tmp_path / "fleet")
     address = publisher.wait_for(r"serving at (\S+)")[1]
     out = tmp_path / "got.safetensors"
-    weightsync("pull", address, "--out", out, "--timeout", 1).join(1)
-    weightsync("pull", address, "--out", out, "--timeout", 1, "--keys", tmp_path / "strangers").join(1)
+    pull(call, address, "--out", out, "--timeout", 1, code=1)
+    pull(call, address, "--out", out, "--timeout", 1, "--keys", tmp_path / "strangers", code=1)
     assert not out.exists()
-    weightsync("pull", address, "--out", out, "--keys", tmp_path / "fleet").join()
+    pull(call, address, "--out", out, "--keys", tmp_path / "fleet")
     assert_equal(load(out), tensors)
     publisher.interrupt()
     publisher.join()
 
 
-def test_an_open_address_needs_keys(weightsync: Run, file: Path) -> None:
-    said = weightsync("publish", file, "--address", "tcp://0.0.0.0:0").join(1)
-    assert "keys" in said.splitlines()[-1] and "insecure" in said.splitlines()[-1]
+def test_an_open_address_needs_keys(call: Call, file: Path) -> None:
+    code, said = call("publish", file, "--address", "tcp://0.0.0.0:0")
+    assert code == 1 and "keys" in said.splitlines()[-1] and "insecure" in said.splitlines()[-1]
 
 
-def test_everything_wrong_with_a_folder_is_listed(weightsync: Run, address: str, tmp_path: Path) -> None:
+def test_everything_wrong_with_a_folder_is_listed(call: Call, address: str, tmp_path: Path) -> None:
     x = torch.ones(64)
     folder = save_folder(
         tmp_path / "bad",
@@ -292,8 +297,8 @@ def test_everything_wrong_with_a_folder_is_listed(weightsync: Run, address: str,
     index = folder / INDEX
     entry = '"a": "one.safetensors"'
     index.write_text(index.read_text().replace(entry, f"{entry}, {entry}"))
-    said = weightsync("publish", folder, "--address", address).join(1)
-    assert said.count("error: ") == 1 and "Traceback" not in said
+    code, said = call("publish", folder, "--address", address)
+    assert code == 1 and said.count("error: ") == 1 and "Traceback" not in said
     problems = [line.removeprefix("  - ") for line in said.splitlines() if line.startswith("  - ")]
     expected = [
         (INDEX, "names 1 of the tensors twice: a"),
@@ -339,10 +344,11 @@ def test_a_bad_file_is_one_clear_error(tmp_path: Path, name: str, content: bytes
             open_checkpoint(path)
 
 
-def test_a_path_without_weights_says_what_is_there(weightsync: Run, address: str, tmp_path: Path) -> None:
+def test_a_path_without_weights_says_what_is_there(call: Call, address: str, tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
-    assert "convert to safetensors" in weightsync("publish", tmp_path, "--address", address).join(1)
-    assert "no such file or folder" in weightsync("publish", tmp_path / "no", "--address", address).join(1)
+    for path, expected in ((tmp_path, "convert to safetensors"), (tmp_path / "no", "no such file or folder")):
+        code, said = call("publish", path, "--address", address)
+        assert code == 1 and expected in said
 
 
 @pytest.mark.parametrize(
