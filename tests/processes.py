@@ -60,6 +60,10 @@ class Peer:
             raise result
         return result
 
+    def poll(self, timeout_s: float) -> bool:
+        """Whether the answer is there within this time."""
+        return self._orders.poll(timeout_s)
+
     def await_pause(self) -> str:
         """Block until code over there pauses; returns where."""
         assert self.side.poll(DEADLINE_S), f"process {self.pid} never paused"

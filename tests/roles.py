@@ -23,6 +23,7 @@ import weightsync.wire.fleet
 from weightsync import _native
 from weightsync.errors import FencedError, SyncTimeoutError
 from weightsync.publisher import staging
+from weightsync.versioning.slots import SlotState
 from weightsync.wire.transports import shm as shm_transport
 from weightsync.wire.transports import zmq as zmq_transport
 
@@ -115,6 +116,12 @@ def members(state: State) -> list[tuple[str, int | None]]:
     return [(member.name, member.live_version) for member in state.pub.status().members]
 
 
+def holders(state: State) -> list[str]:
+    """Who holds which slots."""
+    found: list[str] = state.pub._coordinator.look(lambda fleet: fleet.holders())
+    return found
+
+
 # ---- subscribers
 
 
@@ -157,6 +164,23 @@ def await_content(state: State, content: float, timeout_s: float = 20.0) -> tupl
 
 def live_epoch(state: State) -> int | None:
     return state.sub.epoch
+
+
+def await_silence(state: State) -> None:
+    """Block until the publisher counts as gone here."""
+    deadline = time.monotonic() + 20.0
+    while state.sub._link._is_welcome:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def is_filling(state: State) -> bool:
+    return bool(state.sub._table.find(SlotState.FILLING))
+
+
+def sessions(state: State) -> int:
+    """Something that is another number for another session."""
+    return id(state.sub._receiver.session)
 
 
 def last_error(state: State) -> str | None:

@@ -12,8 +12,10 @@ EPOCH = 7
 LAYOUT = lay_out([TensorSpec("w", "float32", (4,))], [(0, Box((0,), (4,)))], {})
 
 
-def hello(name: str, instance: str | None = None, last_epoch: int = 0) -> m.Hello:
-    return m.Hello(name, instance or name, "server", "host", 1, "remap", last_epoch)
+def hello(
+    name: str, instance: str | None = None, last_epoch: int = 0, holds: list[int] | None = None
+) -> m.Hello:
+    return m.Hello(name, instance or name, "server", "host", 1, "remap", last_epoch, holds)
 
 
 @pytest.fixture
@@ -130,9 +132,41 @@ def test_a_reconnecting_member_keeps_its_pinned_slot(fleet):
     fleet.receive(adopter, m.Pull(EPOCH, 0), 0.0)
     slot = publish(fleet, 1)
     fleet.receive(adopter, m.Verified(EPOCH, 1, 0.1, "shm", True), 0.0)
-    fleet.receive(b"new-route", hello("adopter"), 1.0)
+    fleet.receive(b"new-route", hello("adopter", last_epoch=EPOCH, holds=[1]), 1.0)
     assert list(fleet.members) == [b"new-route"]
     assert fleet.slots[slot].leases == {"adopter": "pinned"}
+
+
+@pytest.mark.parametrize(
+    "again", [{"last_epoch": EPOCH, "holds": []}, {"last_epoch": EPOCH - 1, "holds": [1]}]
+)
+def test_a_reconnecting_member_lets_go_of_what_it_does_not_hold_any_more(fleet, again):
+    adopter = join(fleet, "adopter")
+    fleet.receive(adopter, m.Pull(EPOCH, 0), 0.0)
+    slot = publish(fleet, 1)
+    fleet.receive(adopter, m.Verified(EPOCH, 1, 0.1, "shm", True), 0.0)
+    fleet.tick(MEMBER_TIMEOUT_S + 1)
+    fleet.receive(b"new-route", hello("adopter", **again), 10.0)
+    assert fleet.slots[slot].leases == {}
+
+
+def test_a_slot_that_may_go_live_at_a_member_is_not_evicted_nor_lost_in_silence(fleet):
+    fleet.receive(b"a", hello("adopter", last_epoch=EPOCH, holds=[]), 0.0)
+    fleet.receive(b"a", m.Pull(EPOCH, 0), 0.0)
+    slot = publish(fleet, 1)
+    publish(fleet, 2)
+    assert fleet.evict() is None
+    fleet.tick(MEMBER_TIMEOUT_S + 1)
+    assert fleet.slots[slot].leases == {"adopter": "pinned"}
+
+
+def test_a_second_hello_on_one_connection_replaces_the_first(fleet):
+    route = join(fleet, "a")
+    fleet.receive(route, m.Pull(EPOCH, 0), 0.0)
+    slot = publish(fleet, 1)
+    fleet.receive(route, hello("b"), 0.0)
+    assert [member.label for member in fleet.members.values()] == ["b"]
+    assert fleet.slots[slot].leases == {}
 
 
 def test_an_unknown_member_is_asked_to_say_hello(fleet):

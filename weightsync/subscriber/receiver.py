@@ -63,6 +63,7 @@ class Receiver:
         self._seal: m.Seal | None = None
         self._abort: str | None = None
         self._newest_tried = 0
+        self._epoch = 0
         self._is_pulling = False
         self._cancel = ctypes.c_uint32(0)
         self._stopping = False
@@ -158,7 +159,8 @@ class Receiver:
             old, self.session = self.session, None
             self._newest_tried, self._is_pulling, self._abort = 0, False, None
             if self._mode.borrows_slots:
-                self.table.forget()  # those slots were of a publisher that is no more
+                self._let_go(welcome.epoch)
+            self._epoch = welcome.epoch
         if old is not None:
             self._on_session(None)  # nobody may watch a descriptor that is closed now
             old.close()
@@ -177,6 +179,19 @@ class Receiver:
             self.session, self.fatal = session, None
             self.changed.notify_all()
         self._on_session(session)
+
+    def _let_go(self, epoch: int) -> None:
+        """Start again with the slots of a new publisher. Of the same one, the slot that serves is still held."""
+        serving = self.table.find(SlotState.ACTIVE) if epoch == self._epoch else []
+        kept = [(number, self.table.slots[number]) for number in serving]
+        if epoch == self._epoch:
+            for slot in self.table.slots:
+                if slot.state not in (SlotState.EMPTY, SlotState.ACTIVE):
+                    self._send(m.Release(slot.epoch, slot.version))
+        self.table.forget()
+        for number, slot in kept:
+            self.table.slots[number] = slot
+            self._newest_tried = slot.version
 
     def _receive(self, announce: m.Announce) -> None:
         with self.changed:
@@ -275,6 +290,8 @@ class Receiver:
             if self._announce is announce:
                 self._announce = None
             self._abort = None
+        if self._mode.borrows_slots:
+            self._send(m.Release(announce.epoch, announce.version))
 
     def _refuse(self, session: Session, number: int, announce: m.Announce, error: WeightSyncError) -> None:
         self._give_up(number, announce, SlotState.FAILED)

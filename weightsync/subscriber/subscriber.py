@@ -398,6 +398,9 @@ class Subscriber:
             self.stats.transport = session.transport
         if self._link is not None:
             self._link.watch(None if session is None else session.reader.liveness_fd())
+        live = self._live
+        if session is not None and live is not None and live.epoch == session.epoch:
+            self._send(m.Live(live.epoch, live.version, 0.0))  # rejoined: what was said meanwhile may be lost
 
     def _rejoin(self) -> None:
         if self._link is not None:
@@ -416,7 +419,16 @@ class Subscriber:
             os.getpid(),
             self._mode.name,
             last_epoch,
+            self._held(last_epoch) if self._mode.borrows_slots else None,
         )
+
+    def _held(self, epoch: int) -> list[int]:
+        """Versions whose slots at the publisher serve here, or may any moment."""
+        return [
+            slot.version
+            for slot in list(self._table.slots)
+            if slot.epoch == epoch and slot.state not in (SlotState.EMPTY, SlotState.FAILED)
+        ]
 
     def _heartbeat(self, epoch: int) -> m.Heartbeat:
         live = self._live

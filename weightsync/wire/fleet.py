@@ -280,9 +280,15 @@ class Fleet:
             self._send(route, m.Refused(self.epoch, "this publisher is older than the one you followed"))
             return
         for other, member in list(self.members.items()):
-            if member.hello.instance == hello.instance:  # a reconnect: not lost, but no longer reading
+            if (
+                other == route or member.hello.instance == hello.instance
+            ):  # a reconnect: not lost, but no longer reading
                 del self.members[other]
-                self._end_leases(hello.instance, keep_pinned=True)
+                self._end_leases(member.hello.instance, keep_pinned=True)
+        held = hello.holds if hello.holds and hello.last_epoch == self.epoch else []
+        for slot in self.slots:
+            if slot.version not in held:
+                slot.leases.pop(hello.instance, None)
         if len(self.members) >= MAX_MEMBERS:
             self._send(route, m.Refused(self.epoch, f"{MAX_MEMBERS} members are connected already"))
             return
@@ -306,7 +312,10 @@ class Fleet:
 
     def _grant(self, route: bytes, member: Member, slot: SlotState) -> None:
         member.newer_than = None
-        slot.leases.setdefault(member.hello.instance, READING)
+        kind = (
+            READING if member.hello.holds is None else PINNED
+        )  # what may go live there is not taken away any more
+        slot.leases.setdefault(member.hello.instance, kind)
         self._send(route, m.Announce(self.epoch, slot.version, self.slots.index(slot), slot.generation))
         if slot.digests is not None:
             self._send(route, m.Seal(self.epoch, slot.version, slot.digests))

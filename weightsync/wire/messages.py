@@ -29,7 +29,9 @@ class _Message(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
 
 class Hello(_Message):
-    """A member presents itself. `instance` tells a reconnect from a second process; `last_epoch` fences zombies."""
+    """A member presents itself. `instance` tells a reconnect from a second process; `last_epoch` fences zombies.
+    `holds`: versions of that epoch whose slots serve there, or may any moment, all others are let go; None: slots never
+    serve there, they are only read."""
 
     name: str
     instance: str
@@ -38,6 +40,7 @@ class Hello(_Message):
     pid: int
     swap: str
     last_epoch: int
+    holds: list[int] | None = None
 
 
 class Heartbeat(_Message):
