@@ -279,12 +279,14 @@ class Fleet:
             self.fence(f"{hello.name} follows epoch {hello.last_epoch}, newer than {self.epoch}")
             self._send(route, m.Refused(self.epoch, "this publisher is older than the one you followed"))
             return
+        label = ""
         for other, member in list(self.members.items()):
-            if (
-                other == route or member.hello.instance == hello.instance
-            ):  # a reconnect: not lost, but no longer reading
+            if member.hello.instance == hello.instance:  # a reconnect: not lost, but no longer reading
+                label = member.label
                 del self.members[other]
-                self._end_leases(member.hello.instance, keep_pinned=True)
+                self._end_leases(hello.instance, keep_pinned=True)
+            elif other == route:
+                self._remove(other, "another member took over its connection", keep_pinned=False)
         held = hello.holds if hello.holds and hello.last_epoch == self.epoch else []
         for slot in self.slots:
             if slot.version not in held:
@@ -292,9 +294,10 @@ class Fleet:
         if len(self.members) >= MAX_MEMBERS:
             self._send(route, m.Refused(self.epoch, f"{MAX_MEMBERS} members are connected already"))
             return
-        labels = {member.label for member in self.members.values()}
-        label = hello.name if hello.name not in labels else f"{hello.name}@{hello.pid}"
-        label = label if label not in labels else f"{label}.{hello.instance[:6]}"
+        if not label:
+            labels = {member.label for member in self.members.values()}
+            label = hello.name if hello.name not in labels else f"{hello.name}@{hello.pid}"
+            label = label if label not in labels else f"{label}.{hello.instance[:6]}"
         member = self.members[route] = Member(hello, label, now)
         if self._layout is not None:
             self._welcome(route, member)
