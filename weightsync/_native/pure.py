@@ -20,7 +20,7 @@ __all__ = ["Program", "exchange", "features", "memory_copy", "populate"]
 
 UInts = npt.NDArray[np.unsignedinteger]
 _UNIT_BYTES = 1 << 20
-_MAX = 1 << 62
+_MAX = 1 << 61
 _BITS: dict[int, npt.DTypeLike] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 

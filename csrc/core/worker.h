@@ -1,0 +1,73 @@
+// One thread of a run: does the moves of one unit after the other.
+#pragma once
+
+#include <cstdint>
+
+#include "casts.h"
+#include "kernels.h"
+#include "schedule.h"
+
+namespace weightsync {
+
+// Addresses and results, one entry per move. `dst` and `digests` may be empty.
+struct Operands {
+  Span<const std::uint64_t> src;
+  Span<const std::uint64_t> dst;
+  Span<std::uint64_t> digests;
+  bool streams;  // with stores that bypass the caches
+};
+
+class Worker {
+ public:
+  // What is referred to must outlive the worker.
+  Worker(const Schedule& schedule, const Operands& operands);
+
+  // Adds to the digests; stores are visible to others only after fence_streams().
+  void run(const Unit& unit);
+
+ private:
+  struct Place {
+    const std::byte* src;
+    std::byte* dst;
+    std::int64_t index;
+  };
+  struct Pending {
+    const std::byte* src[kStreams];
+    std::uint64_t factors[kStreams];
+    std::uint64_t* sums[kStreams];
+    const KernelSet* set;
+    const std::uint32_t* b;
+    std::size_t count;
+    std::size_t size;
+  };
+
+  void run_piece(const Piece& piece);
+  void run_row(const Place& at, std::int64_t count);
+  void run_plane(const Place& at, const Axis& rows, const Axis& columns);
+  void run_tile(const Place& at, const Axis& rows, const Axis& columns);
+  void digest_row(const Place& at, std::int64_t count, std::int64_t index_step);
+  void copy_part(CopyKernel kernel, const Place& at, std::size_t count);
+  void push(const std::byte* src, std::int64_t index, std::size_t count);
+  void flush();
+  std::uint64_t factor_a_of(std::int64_t index) const;
+
+  const Schedule& schedule_;
+  const Operands& operands_;
+  const KernelTable& kernels_;
+  const bool has_dst_, has_digest_;
+
+  // The piece at hand.
+  const Job* job_ = nullptr;
+  const KernelSet* set_ = nullptr;
+  CastRun cast_ = nullptr;
+  std::int64_t src_item_ = 0, dst_item_ = 0;
+  std::uint64_t* sum_ = nullptr;
+
+  Pending pending_{};
+  static constexpr std::size_t kTileBytes = 16384;
+  alignas(64) std::byte gathered_[kTileBytes];
+  alignas(64) std::byte cast_row_[kTileBytes];
+  alignas(64) std::byte scattered_[kTileBytes];
+};
+
+}  // namespace weightsync
