@@ -98,7 +98,7 @@ def views_of(tensor: torch.Tensor, data: st.DataObject) -> torch.Tensor:
     return tensor
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(shapes, st.data())
 def test_cuts_of_a_view_are_its_elements(shape: tuple[int, ...], data: st.DataObject) -> None:
     whole = torch.arange(math.prod(shape)).reshape(shape)

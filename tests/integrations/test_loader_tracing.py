@@ -269,6 +269,8 @@ WAYS: dict[str, tuple[Load, Callable[[], nn.Module], tuple[int, ...]]] = {
     "unbound and stacked": (each(lambda p, t: p.copy_(torch.stack(t.unbind(0)[::-1], 1))), one(4, 3), (3, 4)),
     "split": (each(lambda p, t: p.copy_(torch.cat(t.split([1, 3])[::-1]))), one(4, 3), (4, 3)),
     "a scalar": (each(lambda p, t: p.data.copy_(t)), one(), ()),
+    "filled with an item": (each(lambda p, t: p.data.fill_(t.item())), one(1), (1,)),
+    "an item assigned": (each(lambda p, t: p.data.__setitem__(slice(0, 2), t.item())), one(2), (1,)),
     "broadcast": (each(lambda p, t: p.data.copy_(t)), one(2, 3), (3,)),
     "narrowed once": (
         each(lambda p, t: p.copy_(t.to(HALF))), lambda: server(w=torch.zeros(3, 4, dtype=HALF)), (3, 4)
@@ -369,7 +371,9 @@ def test_all_gaps_and_overlaps_come_in_one_error() -> None:
     [
         (lambda m, w: m["norm"].data.copy_(w["norm"] * w["scale"]), r"^norm, scale: aten.mul.Tensor needs their data"),
         (lambda m, w: m["norm"].data.copy_(w["norm"] / w["norm"].abs().max().item()), r"^norm: aten.abs.default needs"),
-        (lambda m, w: w["scale"].item(), r"^scale: aten._local_scalar_dense.default needs"),
+        (lambda m, w: m["norm"].fill_(w["scale"].item() * 2), r"after it was given scale: TypeError: unsupported oper"),
+        (lambda m, w: m["norm"].mul_(w["scale"].item()), r"^mul_ needs the value of a scalar of the checkpoint"),
+        (lambda m, w: float(w["scale"]), r"^scale: aten._local_scalar_dense.default needs"),
         (lambda m, w: m["norm"].data.add_(w["norm"]), r"^norm: aten.add_.Tensor needs"),
         (lambda m, w: torch.stack([w["q"], w["k"]]).sum(), r"^q, k: aten.sum.default needs"),
         (lambda m, w: w["q"].view(torch.int32), r"^q: aten.view.dtype reads their bits as torch.int32"),

@@ -114,7 +114,7 @@ class LoaderRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         """`to`, which is known, now holds the elements of `source`, broadcast to its shape."""
         store = self._store_of(to)
-        for shape, here, there, origin, dtype in self._elements(to, source.expand(to.shape)):
+        for shape, here, there, origin, dtype in list(self._elements(to, source.expand(to.shape))):
             for part in cut(store.frame, shape, here, there):
                 store.write(Written(part, origin, _narrower(dtype, store.dtype)))
 

@@ -12,6 +12,7 @@ import torch
 from weightsync.errors import LayoutError
 from weightsync.integrations.boxes import intersect, remainder
 from weightsync.integrations.loader_recorder import LoaderRecorder, Origin, Store, Written
+from weightsync.integrations.loader_scalars import LoaderScalars
 from weightsync.integrations.strided import Cut, Frame, Place, ScatteredError, cut
 from weightsync.tensors import Entry, Source, find_tensors
 from weightsync.types import Box, Shard
@@ -108,7 +109,7 @@ def _run(
             yield name, tensor
 
     try:
-        with torch.no_grad(), recorder:
+        with torch.no_grad(), recorder, LoaderScalars(recorder.knows):
             load(weights())
     except LayoutError:
         if not recorder.failures:
