@@ -372,7 +372,7 @@ def test_wrong_usage_exits_with_2(call: Call, arguments: list[str]) -> None:
 @pytest.mark.parametrize("command", ["demo", "publish", "pull", "status", "doctor", "keys new", "keys add"])
 def test_help_teaches_with_an_example(call: Call, command: str) -> None:
     code, said = call(*command.split(), "--help")
-    assert code == 0 and "Example" in said and f"weightsync {command}" in said
+    assert code == 0 and said.count(f"weightsync {command}") >= 2, "the usage line, and at least one example"
 
 
 def test_the_version_is_that_of_the_package(call: Call) -> None:
