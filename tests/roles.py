@@ -6,9 +6,10 @@ themselves, whatever the digests say.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,6 +80,63 @@ def publish(
     if wait is not None and not state.ticket.skipped:
         state.ticket.wait(wait, options.get("timeout_s", 20.0))
     return int(state.ticket.version)
+
+
+def publish_many(state: State, contents: Iterable[int], wait: str | None = None) -> None:
+    """Publish as fast as can be."""
+    for content in contents:
+        publish(state, content, wait=wait)
+
+
+def is_skipped(state: State) -> bool:
+    return bool(state.ticket.skipped)
+
+
+def can_flip_before_sealing(state: State) -> None:
+    """Makes `flip_next` possible: a bit of the slot changes after the digests were made, before anyone reads it."""
+    state.flip = None
+    stage = staging.Staging.stage
+
+    def spoiled(self: staging.Staging, slot: int, generation: int) -> bytes:
+        if state.flip is None:
+            return stage(self, slot, generation)
+        name, bit = state.flip
+        state.flip = None
+        number = next(n for n, spec in enumerate(self.layout.tensors) if spec.name == name)
+        watermark = self.headers.address(slot) + 8
+        program, self._program = self._program, SimpleNamespace(
+            run=lambda *args, progress, **options: program.run(*args, progress=0, **options)
+        )  # fmt: skip
+        try:
+            digests = stage(self, slot, generation)
+        finally:
+            self._program = program
+        self.slots[slot].mapping.array[self.layout.shards[number].offset + 5] ^= 1 << bit
+        ctypes.c_uint64.from_address(watermark).value = self.layout.slot_bytes
+        return digests
+
+    staging.Staging.stage = spoiled
+
+
+def flip_next(state: State, name: str, bit: int) -> None:
+    state.flip = (name, bit)
+
+
+def spoil_next_seal(state: State, how: str) -> None:
+    """The next manifest has digests of a wrong length, or wrong ones."""
+    fleet = state.pub._coordinator.fleet
+    seal = type(fleet).seal
+
+    def spoiled(version: int, digests: bytes, now: float) -> None:
+        del fleet.seal
+        seal(
+            fleet,
+            version,
+            {"short": digests[:-8], "long": digests + bytes(8), "zero": bytes(len(digests))}[how],
+            now,
+        )
+
+    fleet.seal = spoiled
 
 
 def close_publisher(state: State) -> None:
@@ -222,6 +280,26 @@ def stop_serving(state: State) -> list[tuple[int, float]]:
     if state.trouble:
         raise state.trouble[0]
     return list(state.seen)
+
+
+def flip_after_reading(state: State, at_version: int, times: int) -> None:
+    """A bit of the back buffer changes after a version was read into it. Call before joining; shm only."""
+    read = shm_transport.ShmReader.read
+    left = [times]
+
+    def spoiled(self: shm_transport.ShmReader, job: Any) -> None:
+        read(self, job)
+        if job.generation == at_version and left[0]:
+            left[0] -= 1
+            ctypes.c_uint8.from_address(int(job.destinations[3]) + 9).value ^= 4
+
+    shm_transport.ShmReader.read = spoiled
+
+
+@torch.no_grad()
+def touch_live(state: State, name: str) -> None:
+    """Write to a live weight, as no server should."""
+    state.served.state_dict()[name][0, 0] += 1
 
 
 # ---- both

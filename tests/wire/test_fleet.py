@@ -228,3 +228,19 @@ def test_records_are_bounded(fleet):
     for version in range(1, 500):
         publish(fleet, version)
     assert len(fleet.records) < 100
+
+
+def test_a_version_that_every_adopter_refused_makes_room_for_the_next(fleet):
+    fleet.receive(b"a", hello("adopter", last_epoch=EPOCH, holds=[]), 0.0)
+    fleet.receive(b"a", m.Pull(EPOCH, 0), 0.0)
+    publish(fleet, 1)
+    fleet.receive(b"a", m.Verified(EPOCH, 1, 0.1, "shm", True), 0.0)
+    fleet.receive(b"a", m.Pull(EPOCH, 1), 0.0)
+    refused = publish(fleet, 2)
+    assert fleet.free_slot() is None
+    fleet.receive(b"a", m.Failed(EPOCH, 2, "its bytes are wrong"), 0.0)
+    assert fleet.take_slot() == refused
+    fleet.receive(b"b", hello("late"), 0.0)
+    sent(fleet, b"b")
+    fleet.receive(b"b", m.Pull(EPOCH, 1), 0.0)
+    assert sent(fleet, b"b") == [], "a slot that was taken is offered to nobody"

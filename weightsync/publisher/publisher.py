@@ -176,14 +176,14 @@ class Publisher:
 
     def _take_slot(self, timeout_s: float) -> int | None:
         """A slot to overwrite; None: skip."""
-        slot = self._coordinator.change(_free_slot)
+        slot = self._coordinator.change(lambda fleet: fleet.take_slot())
         if slot is None and self._when_full == "evict":
             slot = self._coordinator.change(lambda fleet: fleet.evict())
         if slot is None and self._when_full == "skip":
             return None
         if slot is None:
             found = self._coordinator.wait_until(
-                lambda fleet: None if (s := fleet.free_slot()) is None else (s,),
+                lambda fleet: None if (s := fleet.take_slot()) is None else (s,),
                 timeout_s,
                 lambda fleet: (
                     f"no slot was free within {timeout_s:g} s; held by {', '.join(fleet.holders())}; "
@@ -245,10 +245,6 @@ class Publisher:
         with contextlib.suppress(Exception):
             if hasattr(self, "_coordinator"):
                 self.close()
-
-
-def _free_slot(fleet: Fleet) -> int | None:
-    return fleet.free_slot()
 
 
 def _joined(fleet: Fleet) -> list[str]:

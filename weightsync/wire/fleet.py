@@ -100,13 +100,27 @@ class Fleet:
             self._welcome(route, member)
 
     def free_slot(self) -> int | None:
-        """A slot that may be overwritten: no leases, not the newest sealed version. Empty ones first, then the oldest."""
+        """A slot that may be overwritten: no leases, not the newest sealed version. Empty ones first, then the oldest.
+
+        The newest goes if nobody reads it and all others serve at members: they do so until there is something newer.
+        """
         free = [
             s
             for s, slot in enumerate(self.slots)
             if not slot.leases and (slot.version != self.newest or not slot.version)
         ]
+        if not free:
+            serving = [s for s, slot in enumerate(self.slots) if PINNED in slot.leases.values()]
+            idle = [s for s, slot in enumerate(self.slots) if not slot.leases]
+            free = idle if len(serving) + len(idle) == len(self.slots) else []
         return min(free, key=lambda s: self.slots[s].version, default=None)
+
+    def take_slot(self) -> int | None:
+        """As `free_slot`; what was in it is not offered to anybody from here on."""
+        number = self.free_slot()
+        if number is not None:
+            self.slots[number] = SlotState()
+        return number
 
     def evict(self) -> int | None:
         """Take the oldest slot that is only being read away from its readers; they restart on the newest version."""
