@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.integrations.reference import assemble
-from weightsync import Box, Shard
+from weightsync import Box, Publisher, Shard, Subscriber
 from weightsync.errors import ConfigError, LayoutError
 from weightsync.integrations.megatron import Grid, Rule, megatron_shards
 from weightsync.integrations.megatron_cuts import Dimensions
@@ -322,3 +322,26 @@ def test_views_are_of_the_parameters_own_memory() -> None:
     (shard,) = megatron_shards([model], LLAMA, DIMENSIONS, Grid())
     assert (shard.name, shard.box) == ("lm_head.weight", Box((0, 0), (10, 4)))
     assert shard.view.data_ptr() == model["module"].output_layer.weight.data_ptr()
+
+
+def test_shards_that_are_many_boxes_of_one_tensor_travel_as_they_are(address: str) -> None:
+    def rank() -> dict[str, torch.Tensor]:
+        return {
+            "decoder.layers.0.self_attention.linear_qkv.weight": torch.zeros(16, 8),
+            "decoder.layers.0.mlp.experts.weight1": torch.zeros(8, 12),
+            "embedding.word_embeddings.weight": torch.zeros(12, 8),
+        }
+
+    trainer, server = rank(), rank()
+    wanted = megatron_shards([server], QWEN_MOE, DIMENSIONS, Grid())
+    with Publisher(address, timeout_s=60) as publisher:
+        publisher.register(megatron_shards([trainer], QWEN_MOE, DIMENSIONS, Grid()))
+        for tensor in trainer.values():
+            tensor.copy_(torch.randn(tensor.shape))
+        with Subscriber(address, wanted, swap="copy", timeout_s=60) as subscriber:
+            publisher.publish(wait="ready")
+            with subscriber.step():
+                for name, tensor in trainer.items():
+                    rows = DIMENSIONS.vocabulary if "embedding" in name else len(tensor)
+                    assert torch.equal(server[name][:rows], tensor[:rows]), name
+                    assert not server[name][rows:].any(), "padding was written"
