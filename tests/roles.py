@@ -88,6 +88,20 @@ def publish_many(state: State, contents: Iterable[int], wait: str | None = None)
         publish(state, content, wait=wait)
 
 
+def publish_as_is(state: State) -> int:
+    return int(state.pub.publish().version)
+
+
+def replace(state: State, layer: str, key: str, make: Callable[[], torch.Tensor | None]) -> None:
+    """Put another tensor where a parameter was."""
+    state.trained.get_submodule(layer)._parameters[key] = make()
+
+
+def free_storage(state: State, layer: str, key: str) -> None:
+    """As FSDP does between two forward passes."""
+    state.trained.get_submodule(layer)._parameters[key].untyped_storage().resize_(0)
+
+
 def is_skipped(state: State) -> bool:
     return bool(state.ticket.skipped)
 
@@ -239,6 +253,11 @@ def is_filling(state: State) -> bool:
 def sessions(state: State) -> int:
     """Something that is another number for another session."""
     return id(state.sub._receiver.session)
+
+
+def await_error(state: State) -> None:
+    """Wait for a version that can't come; raises why."""
+    state.sub.wait_for(10**6, 20.0)
 
 
 def last_error(state: State) -> str | None:

@@ -50,7 +50,7 @@ def find_tensors(source: Source, *, ignore: Iterable[str] = ()) -> list[Entry]:
     """
     patterns = tuple(ignore)
     found = [entry for entry in _walk(source) if not any(fnmatchcase(entry.names[0], p) for p in patterns)]
-    problems = [f"{entry.names[0]}: {why}" for entry in found if (why := _unfit(entry.tensor))]
+    problems = [f"{entry.names[0]}: {why}" for entry in found if (why := why_unfit(entry.tensor))]
     if problems:
         raise LayoutError(f"{len(problems)} tensors can't be moved:\n  " + "\n  ".join(problems))
     return _merge_ties(found)
@@ -119,7 +119,10 @@ def _check_shard(shard: Shard) -> None:
         )
 
 
-def _unfit(tensor: torch.Tensor) -> str | None:
+def why_unfit(tensor: object) -> str | None:
+    """Why a tensor can't be moved, in words that follow its name; None if it can."""
+    if not isinstance(tensor, torch.Tensor):
+        return f"is not a tensor, but {type(tensor).__name__}"
     if hasattr(tensor, "to_local"):
         return "is a DTensor; register its local shards (weightsync.Shard with the box that this rank holds)"
     if tensor.layout != torch.strided or tensor.is_quantized:

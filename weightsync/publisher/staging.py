@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from weightsync.config import HUGE_PAGE
 from weightsync.errors import ConfigError, LayoutError, TransportError
 from weightsync.moves import MoveRows, contiguous_strides
 from weightsync.segment import Segment
-from weightsync.tensors import Entry, dtype_name
+from weightsync.tensors import Entry, dtype_name, why_unfit
 from weightsync.types import DTYPES, DType
 from weightsync.wire.layout import Layout, TensorSpec, lay_out
 from weightsync.wire.transport import LocalSlot, SlotHeaders
@@ -32,7 +33,7 @@ class Staging:
         self.layout = _layout_of(entries, wires)
         self._wires = wires
         self._offsets = np.array([shard.offset for shard in self.layout.shards], np.uint64)
-        self._signature: list[tuple[torch.dtype, tuple[int, ...]]] = []
+        self._signature: list[tuple[torch.dtype, tuple[int, ...], bool]] = []
         self._program: _native.Program | None = None
         self.slots = [_make_slot(f"weightsync-slot-{s}", self.layout.slot_bytes) for s in range(slots)]
         self.header = _make_slot("weightsync-header", HUGE_PAGE)
@@ -41,15 +42,22 @@ class Staging:
     def stage(self, slot: int, generation: int) -> bytes:
         """Fill `slot` with the tensors as they are now; returns the digests of a Seal message.
 
-        Raises LayoutError if a tensor changed its shape or dtype since it was registered.
+        Raises LayoutError if a tensor changed its shape or dtype since it was registered, or lost its memory.
         """
-        tensors = [entry.home[entry.key] for entry in self._entries]
-        signature = [(tensor.dtype, tensor.stride()) for tensor in tensors]
+        tensors: list[Any] = [entry.home.get(entry.key) for entry in self._entries]
+        try:
+            signature = [(tensor.dtype, tensor.stride(), tensor.is_cpu) for tensor in tensors]
+        except (AttributeError, RuntimeError):  # gone, or of a kind without strides
+            self._refuse_unfit(tensors)
+            raise
         if signature != self._signature:
+            self._refuse_unfit(tensors)
             self._compile(tensors)
             self._signature = signature
         self._refuse_reshaped(tensors)
         sources = np.fromiter((tensor.data_ptr() for tensor in tensors), np.uint64, len(tensors))
+        if not sources.all():
+            self._refuse_freed(tensors)
         digests = np.zeros(len(tensors), np.uint64)
         if self._program is None:
             raise TransportError("nothing is compiled")
@@ -63,6 +71,27 @@ class Staging:
         """Give the slots back; readers that still map them keep their own reference."""
         for slot in (*self.slots, self.header):
             slot.segment.close()
+
+    def _refuse_unfit(self, tensors: list[torch.Tensor]) -> None:
+        problems = [
+            f"{entry.names[0]}: {why}"
+            for entry, tensor in zip(self._entries, tensors, strict=True)
+            if (why := why_unfit(tensor))
+        ]
+        if problems:
+            raise LayoutError("tensors can't be moved any more since register():\n  " + "\n  ".join(problems))
+
+    def _refuse_freed(self, tensors: list[torch.Tensor]) -> None:
+        self._refuse_unfit(tensors)
+        freed = [
+            entry.names[0]
+            for entry, tensor in zip(self._entries, tensors, strict=True)
+            if tensor.numel() and not tensor.data_ptr()
+        ]
+        if freed:
+            raise LayoutError(
+                f"the memory of these tensors was freed: {', '.join(freed)}; is the model sharded?"
+            )
 
     def _refuse_reshaped(self, tensors: list[torch.Tensor]) -> None:
         if [tuple(tensor.shape) for tensor in tensors] == self._shapes:

@@ -217,7 +217,7 @@ class Receiver:
             with self.changed:
                 self._newest_tried, self._announce = announce.version, None
                 self.table.move(number, SlotState.VERIFIED)
-                self.table.slots[number].digests = expected
+                self.table.slots[number].digests, self.table.slots[number].plan = expected, session.plan
             took = time.monotonic() - started
             borrows = self._mode.borrows_slots
             self._send(m.Verified(session.epoch, announce.version, took, session.transport, borrows))

@@ -63,11 +63,12 @@ class SubscriberStats:
 
 @dataclass(frozen=True, slots=True)
 class _Live:
-    """The version that serves: its label, and the digests it must have (one for each move)."""
+    """The version that serves: its label, and the digests it must have (one for each move of its plan)."""
 
     epoch: int
     version: int
     digests: np.ndarray | None
+    plan: Plan | None = None
 
 
 class Subscriber:
@@ -252,7 +253,7 @@ class Subscriber:
             if not self._mode.is_separate:
                 self._table.activate(number)
             slot = self._table.slots[number]
-            self._live = _Live(slot.epoch, slot.version, slot.digests)
+            self._live = _Live(slot.epoch, slot.version, slot.digests, slot.plan)
             receiver.changed.notify_all()
             self._send(m.Live(slot.epoch, slot.version, time.perf_counter() - started))
         return slot.version
@@ -262,9 +263,10 @@ class Subscriber:
         inside a step. Names of tensors that differ; empty when all is right (or the version is the initial one)."""
         if not self._gate.is_inside():
             raise UsageError("check() needs a pinned version; call it inside `with sub.step():`")
-        live, plan = self._live, self._plan
-        if live is None or live.digests is None or plan is None:
+        live = self._live
+        if live is None or live.digests is None or live.plan is None:
             return []
+        plan = live.plan
         tensors = [self._entries[number].tensor for number in plan.wants]
         strides = [byte_strides(tensor) for tensor in tensors]
         addresses = np.fromiter((tensor.data_ptr() for tensor in tensors), np.uint64, len(tensors))
@@ -332,7 +334,7 @@ class Subscriber:
             self._table.activate(number)
             if self._mode.is_separate:
                 self._table.move(number, SlotState.RETIRED)
-            self._live = live = _Live(slot.epoch, slot.version, slot.digests)
+            self._live = live = _Live(slot.epoch, slot.version, slot.digests, slot.plan)
             pause = time.perf_counter() - started
             for superseded in verified[:-1]:
                 self._drop(superseded)

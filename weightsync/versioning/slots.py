@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,12 +34,13 @@ TRANSITIONS: dict[SlotState, frozenset[SlotState]] = {
 
 @dataclass(slots=True)
 class Slot:
-    """One slot: what it holds, and the digests that it was verified against (one for each move of the plan)."""
+    """One slot: what it holds, the plan it came by, and the digests it was verified against (one per move)."""
 
     state: SlotState = SlotState.EMPTY
     epoch: int = 0
     version: int = 0
     digests: npt.NDArray[np.uint64] | None = None
+    plan: Any = None
 
 
 class SlotTable:

@@ -7,7 +7,7 @@ import numpy as np
 from weightsync import _native
 from weightsync.config import TENSOR_ALIGNMENT
 from weightsync.errors import UsageError
-from weightsync.moves import MoveRows, contiguous_strides
+from weightsync.moves import Int64s, MoveRows, contiguous_strides
 from weightsync.segment import Mapping, Segment, round_up
 from weightsync.tensors import dtype_name
 from weightsync.types import DTYPES
@@ -25,6 +25,7 @@ class Copy(SwapMode):
         return [contiguous_strides(entry.box.shape, entry.tensor.element_size()) for entry in self.entries]
 
     def bind(self, offsets: dict[int, int], segments: list[Segment]) -> None:
+        self._planned = np.array(sorted(offsets), np.int64)
         if hasattr(self, "_mappings"):
             return
         places = []
@@ -33,28 +34,36 @@ class Copy(SwapMode):
             places.append(end)
             end = round_up(end + entry.tensor.numel() * entry.tensor.element_size(), TENSOR_ALIGNMENT)
         self._offsets = np.array(places, np.uint64)
-        self._planned = np.array(sorted(offsets), np.int64)
         self._segments = [
             Segment.create(f"weightsync-server-{s}", end) for s in range(max(1, self.slots - 1))
         ]
         self._mappings: list[Mapping] = [segment.map(writable=True) for segment in self._segments]
         self._strides = self.strides()
+        self._filled = [self._planned] * len(self._segments)
         self._signature: list[object] = []
 
     def destinations(self, slot: int) -> Uint64s:
+        self._filled[slot] = self._planned  # another publisher may send other tensors
+        return self._addresses(slot)
+
+    def _addresses(self, slot: int) -> Uint64s:
         return self._offsets + np.uint64(self._mappings[slot].address)
 
     def activate(self, slot: int) -> None:
-        tensors = [self.entries[number].tensor for number in self._planned]
-        signature: list[object] = [(tuple(t.shape), t.dtype, t.stride()) for t in tensors]
+        planned = self._filled[slot]
+        tensors = [self.entries[number].tensor for number in planned]
+        signature: list[object] = [
+            planned.tobytes(),
+            *((tuple(t.shape), t.dtype, t.stride()) for t in tensors),
+        ]
         if signature != self._signature:
-            self._compile(signature)
+            self._compile(planned, signature)
         targets = np.fromiter((tensor.data_ptr() for tensor in tensors), np.uint64, len(tensors))
-        self._program.run(self.destinations(slot)[self._planned], targets, None, threads=self.threads)
+        self._program.run(self._addresses(slot)[planned], targets, None, threads=self.threads)
 
-    def _compile(self, signature: list[object]) -> None:
-        rows = MoveRows(len(self._planned))
-        for row, number in enumerate(self._planned):
+    def _compile(self, planned: Int64s, signature: list[object]) -> None:
+        rows = MoveRows(len(planned))
+        for row, number in enumerate(planned):
             entry = self.entries[number]
             if tuple(entry.tensor.shape) != entry.box.shape:
                 raise UsageError(

@@ -76,15 +76,16 @@ def find_doubled(entries: list[Entry]) -> list[str]:
     for group in by_storage.values():
         if len(group) == 1 and group[0].tensor.is_contiguous():
             continue
-        count = torch.zeros(
-            group[0].tensor.untyped_storage().nbytes() // group[0].tensor.element_size() + 1,
-            dtype=torch.uint8,
-        )
+        count = torch.zeros(group[0].tensor.untyped_storage().nbytes(), dtype=torch.uint8)
         for entry in group:
             tensor = entry.tensor
+            item = tensor.element_size()
             painted = torch.zeros_like(count)
-            painted.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(1)
-            if int(painted.sum()) != tensor.numel() or bool((count & painted).any()):
+            bytes_ = painted.as_strided(
+                (*tensor.shape, item), (*byte_strides(tensor), 1), int(tensor.storage_offset()) * item
+            )
+            bytes_.fill_(1)
+            if int(painted.sum()) != tensor.numel() * item or bool((count & painted).any()):
                 doubled.append(entry.names[0])
             count |= painted
     return doubled
