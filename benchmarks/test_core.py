@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.yardstick import PlainCopy, record
+from benchmarks.yardstick import PlainCopy, aligned_buffer, record
 from weightsync import _native
 from weightsync.moves import MoveRows, contiguous_strides
 from weightsync.types import DTYPES, Box
@@ -44,7 +44,7 @@ def program(source: str, target: str, elements: int, rows: int = 4096) -> _nativ
 def test_core(benchmark, source, target, writes, threads):
     elements = SIZE // DTYPES[source].itemsize
     data = torch.randint(0, 127, (SIZE,), dtype=torch.uint8).numpy()
-    out = np.ones(elements * DTYPES[target].itemsize, np.uint8)
+    out = aligned_buffer(elements * DTYPES[target].itemsize)
     copy = PlainCopy(SIZE, threads)
     compiled = program(source, target, elements)
     digests = np.zeros(1, np.uint64)

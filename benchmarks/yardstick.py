@@ -10,13 +10,18 @@ import numpy as np
 from weightsync import _native
 
 
+def aligned_buffer(size_bytes: int) -> np.ndarray:
+    """A populated uint8 buffer that starts at a page, as slots do."""
+    raw = np.ones(size_bytes + 4096, np.uint8)
+    start = -raw.ctypes.data % 4096
+    return raw[start : start + size_bytes]
+
+
 class PlainCopy:
     """Two populated buffers; `seconds()` is one copy from the first to the second."""
 
     def __init__(self, size_bytes: int, threads: int = 2) -> None:
-        self._source = np.ones(size_bytes, np.uint8)
-        self._target = np.zeros(size_bytes, np.uint8)
-        self._target[:] = 2
+        self._source, self._target = aligned_buffer(size_bytes), aligned_buffer(size_bytes)
         self.threads = threads
 
     def seconds(self) -> float:

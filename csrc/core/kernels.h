@@ -8,21 +8,18 @@
 
 namespace weightsync {
 
-constexpr std::size_t kStreams = 4;  // runs that are digested at once
-
 // A copy walks one run at a time: with several, loads run into stores whose addresses agree modulo 4096 (as they do in
 // aligned segments), and wait for them. Measured on Zen 3: four at once take 2 to 8 times as long.
 
-// The digest, without the factor A, of `count` elements that it copies; b: their factors. Addresses need no alignment.
-using CopyKernel = std::uint64_t (*)(const std::byte* src, std::byte* dst, std::size_t count, const std::uint32_t* b);
+// The digest, without the factors A, of `count` elements that it copies. f: the factors F[0] of their words, with F[1] a
+// block behind. Addresses need no alignment.
+using CopyKernel = std::uint64_t (*)(const std::byte* src, std::byte* dst, std::size_t count, const std::int16_t* f);
 
-// Writes to sums[k] the digest, without the factor A, of `count` elements at src[k].
-using DigestKernel = void (*)(const std::byte* const* src, std::size_t count, const std::uint32_t* b,
-                              std::uint64_t* sums);
+// The same without copying.
+using DigestKernel = std::uint64_t (*)(const std::byte* src, std::size_t count, const std::int16_t* f);
 
 struct KernelSet {
-  DigestKernel digest_one;
-  DigestKernel digest_four;  // kStreams runs at the same place in their blocks
+  DigestKernel digest;
   CopyKernel copy;
   CopyKernel stream;  // with stores that bypass the caches: fence before others may read
 };

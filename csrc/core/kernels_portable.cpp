@@ -3,19 +3,19 @@
 namespace weightsync {
 namespace {
 
-template <class Lane, std::size_t kCount>
-void digest(const std::byte* const* src, std::size_t count, const std::uint32_t* b, std::uint64_t* sums) {
-  for (std::size_t k = 0; k < kCount; ++k) sums[k] = run_elements<Lane, false>(src[k], nullptr, 0, count, b);
+template <class Lane>
+std::uint64_t digest(const std::byte* src, std::size_t count, const std::int16_t* f) {
+  return run_elements<Lane, false>(src, nullptr, 0, count, f);
 }
 
 template <class Lane>
-std::uint64_t copy(const std::byte* src, std::byte* dst, std::size_t count, const std::uint32_t* b) {
-  return run_elements<Lane, true>(src, dst, 0, count, b);
+std::uint64_t copy(const std::byte* src, std::byte* dst, std::size_t count, const std::int16_t* f) {
+  return run_elements<Lane, true>(src, dst, 0, count, f);
 }
 
 template <class Lane>
 constexpr KernelSet make_set() {
-  return {digest<Lane, 1>, digest<Lane, kStreams>, copy<Lane>, copy<Lane>};
+  return {digest<Lane>, copy<Lane>, copy<Lane>};
 }
 
 constexpr KernelTable kTable{make_set<RawLane<std::uint8_t>>(),

@@ -12,9 +12,12 @@ namespace {
 
 constexpr std::int64_t kLine = 64;
 constexpr std::int64_t kStreamCopyBytes = 32768;
+constexpr std::int64_t kStretchBytes = 65536;  // stays in the second-level cache
+constexpr std::int64_t kVectorBytes = 32;
 
-const std::uint32_t* factors_b(std::int64_t index) {
-  return &kBlockFactors.b[static_cast<std::size_t>(index & (kBlock - 1))];
+// The factors of a word's place, those of the other half a block behind.
+const std::int16_t* factors_of(std::int64_t word) {
+  return &kBlockFactors.f[0][static_cast<std::size_t>(word & (kBlock - 1))];
 }
 
 // Calls visit(place) for each combination of the axes of `box` but the last and `partner`.
@@ -40,6 +43,14 @@ void walk(const Axis* axes, const std::int64_t* counts, int last, int partner, P
   }
 }
 
+// Adds to a digest that other threads add to; halves must not carry into each other.
+void add_shared(std::uint64_t& digest, std::uint64_t part) {
+  std::uint64_t seen = __atomic_load_n(&digest, __ATOMIC_RELAXED);
+  while (!__atomic_compare_exchange_n(&digest, &seen, add_halves(seen, part), true, __ATOMIC_RELAXED,
+                                      __ATOMIC_RELAXED)) {
+  }
+}
+
 }  // namespace
 
 Worker::Worker(const Schedule& schedule, const Operands& operands)
@@ -51,7 +62,6 @@ Worker::Worker(const Schedule& schedule, const Operands& operands)
 
 void Worker::run(const Unit& unit) {
   for (std::uint32_t i = 0; i < unit.pieces; ++i) run_piece(schedule_.pieces[unit.first_piece + i]);
-  flush();
 }
 
 void Worker::run_piece(const Piece& piece) {
@@ -62,6 +72,7 @@ void Worker::run_piece(const Piece& piece) {
   job_ = &job;
   src_item_ = item_bytes(job.src_type);
   dst_item_ = item_bytes(job.dst_type);
+  words_ = words_of(dst_item_);
   set_ = kernels_.find(job.src_type, job.dst_type);
   std::uint64_t part = 0;
   sum_ = has_digest_ && is_whole ? &operands_.digests[job.row] : &part;
@@ -96,8 +107,7 @@ void Worker::run_piece(const Piece& piece) {
     walk(axes, counts.data(), last, job.partner, at, [&](const Place& plane) { run_plane(plane, rows, columns); });
   }
   if (has_digest_ && !is_whole) {
-    flush();
-    __atomic_fetch_add(&operands_.digests[job.row], part, __ATOMIC_RELAXED);
+    add_shared(operands_.digests[job.row], part);
   }
 }
 
@@ -113,16 +123,36 @@ void Worker::run_row(const Place& at, std::int64_t count) {
     }
     return;
   }
+  if (has_dst_ && operands_.streams && job_->src_type == job_->dst_type &&
+      reinterpret_cast<std::uintptr_t>(at.dst) % kVectorBytes != 0) {
+    return run_misaligned_row(at, count);
+  }
   for (std::int64_t done = 0; done < count;) {
     const std::int64_t index = has_digest_ ? at.index + done : done;
-    const std::int64_t step = std::min(count - done, kBlock - (index & (kBlock - 1)));
+    const std::int64_t step = std::min(count - done, left_in_block(index));
     const Place part{at.src + done * src_item_, at.dst + done * dst_item_, index};
     if (has_dst_) {
       copy_part(operands_.streams ? set_->stream : set_->copy, part, static_cast<std::size_t>(step));
     } else {
-      push(part.src, index, static_cast<std::size_t>(step));
+      digest_part(part.src, index, static_cast<std::size_t>(step));
     }
     done += step;
+  }
+}
+
+// Streaming stores want an aligned destination, and no other store may touch their lines. The blocks of this row start
+// anywhere in a line, so a stretch is digested first and then copied, warm, as one.
+void Worker::run_misaligned_row(const Place& at, std::int64_t count) {
+  const std::int64_t stretch = kStretchBytes / dst_item_;
+  for (std::int64_t first = 0; first < count; first += stretch) {
+    const std::int64_t last = std::min(count, first + stretch);
+    for (std::int64_t done = first; done < last;) {
+      const std::int64_t step = std::min(last - done, left_in_block(at.index + done));
+      digest_part(at.src + done * src_item_, at.index + done, static_cast<std::size_t>(step));
+      done += step;
+    }
+    stream_copy(at.dst + first * dst_item_, at.src + first * src_item_,
+                static_cast<std::size_t>((last - first) * dst_item_));
   }
 }
 
@@ -177,20 +207,24 @@ void Worker::digest_row(const Place& at, std::int64_t count, std::int64_t index_
       std::uint64_t bits = 0;  // little-endian, as all that we run on
       std::memcpy(&bits, at.src + i * dst_item_, static_cast<std::size_t>(dst_item_));
       const std::int64_t index = at.index + i * index_step;
-      *sum_ += bits * *factors_b(index) * factor_a_of(index);
+      for (std::int64_t w = 0; w < words_; ++w) {
+        const std::int64_t word = index * words_ + w;
+        const std::int16_t* f = factors_of(word);
+        const std::uint64_t factors = join(static_cast<std::uint32_t>(f[0]), static_cast<std::uint32_t>(f[kBlock]));
+        const std::uint32_t value = word_value(bits, w);
+        add(multiply_halves(join(value, value), factors), word);
+      }
     }
     return;
   }
   for (std::int64_t done = 0; done < count;) {
     const std::int64_t index = at.index + done;
-    const std::int64_t step = std::min(count - done, kBlock - (index & (kBlock - 1)));
+    const std::int64_t step = std::min(count - done, left_in_block(index));
     const std::byte* src = at.src + done * dst_item_;
     if (at.dst != nullptr) {
       copy_part(set_->copy, {src, at.dst + done * dst_item_, index}, static_cast<std::size_t>(step));
     } else {
-      std::uint64_t sum = 0;
-      set_->digest_one(&src, static_cast<std::size_t>(step), factors_b(index), &sum);
-      *sum_ += sum * factor_a_of(index);
+      digest_part(src, index, static_cast<std::size_t>(step));
     }
     done += step;
   }
@@ -198,38 +232,26 @@ void Worker::digest_row(const Place& at, std::int64_t count, std::int64_t index_
 
 // Copies a run within one block of the digest.
 void Worker::copy_part(CopyKernel kernel, const Place& at, std::size_t count) {
-  const std::uint64_t sum = kernel(at.src, at.dst, count, factors_b(at.index));
-  if (has_digest_) *sum_ += sum * factor_a_of(at.index);
+  const std::int64_t word = at.index * words_;
+  const std::uint64_t sum = kernel(at.src, at.dst, count, factors_of(word));
+  if (has_digest_) add(sum, word);
 }
 
-// Queues a run within one block of the digest, so that runs alike are read four at a time.
-void Worker::push(const std::byte* src, std::int64_t index, std::size_t count) {
-  const std::uint32_t* b = factors_b(index);
-  Pending& p = pending_;
-  if (p.size > 0 && (p.b != b || p.count != count || p.set != set_)) flush();
-  p.set = set_;
-  p.b = b;
-  p.count = count;
-  p.src[p.size] = src;
-  p.factors[p.size] = factor_a_of(index);
-  p.sums[p.size] = sum_;
-  if (++p.size == kStreams) flush();
+// The same without copying.
+void Worker::digest_part(const std::byte* src, std::int64_t index, std::size_t count) {
+  const std::int64_t word = index * words_;
+  add(set_->digest(src, count, factors_of(word)), word);
 }
 
-void Worker::flush() {
-  Pending& p = pending_;
-  std::uint64_t sums[kStreams];
-  if (p.size == kStreams) {
-    p.set->digest_four(p.src, p.count, p.b, sums);
-  } else {
-    for (std::size_t k = 0; k < p.size; ++k) p.set->digest_one(&p.src[k], p.count, p.b, &sums[k]);
-  }
-  for (std::size_t k = 0; k < p.size; ++k) *p.sums[k] += sums[k] * p.factors[k];
-  p.size = 0;
+// Adds what was summed up in the block of `word`.
+void Worker::add(std::uint64_t sum, std::int64_t word) {
+  const std::uint64_t a = factor_a(job_->seed, static_cast<std::uint64_t>(word >> kBlockBits));
+  *sum_ = add_halves(*sum_, multiply_halves(sum, a));
 }
 
-std::uint64_t Worker::factor_a_of(std::int64_t index) const {
-  return factor_a(job_->seed, static_cast<std::uint64_t>(index >> kBlockBits));
+// Elements from `index` to the end of its block.
+std::int64_t Worker::left_in_block(std::int64_t index) const {
+  return (kBlock - (index * words_ & (kBlock - 1))) / words_;
 }
 
 }  // namespace weightsync

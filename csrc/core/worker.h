@@ -31,25 +31,17 @@ class Worker {
     std::byte* dst;
     std::int64_t index;
   };
-  struct Pending {
-    const std::byte* src[kStreams];
-    std::uint64_t factors[kStreams];
-    std::uint64_t* sums[kStreams];
-    const KernelSet* set;
-    const std::uint32_t* b;
-    std::size_t count;
-    std::size_t size;
-  };
 
   void run_piece(const Piece& piece);
   void run_row(const Place& at, std::int64_t count);
+  void run_misaligned_row(const Place& at, std::int64_t count);
   void run_plane(const Place& at, const Axis& rows, const Axis& columns);
   void run_tile(const Place& at, const Axis& rows, const Axis& columns);
   void digest_row(const Place& at, std::int64_t count, std::int64_t index_step);
   void copy_part(CopyKernel kernel, const Place& at, std::size_t count);
-  void push(const std::byte* src, std::int64_t index, std::size_t count);
-  void flush();
-  std::uint64_t factor_a_of(std::int64_t index) const;
+  void digest_part(const std::byte* src, std::int64_t index, std::size_t count);
+  void add(std::uint64_t sum, std::int64_t word);
+  std::int64_t left_in_block(std::int64_t index) const;
 
   const Schedule& schedule_;
   const Operands& operands_;
@@ -60,10 +52,9 @@ class Worker {
   const Job* job_ = nullptr;
   const KernelSet* set_ = nullptr;
   CastRun cast_ = nullptr;
-  std::int64_t src_item_ = 0, dst_item_ = 0;
+  std::int64_t src_item_ = 0, dst_item_ = 0, words_ = 1;
   std::uint64_t* sum_ = nullptr;
 
-  Pending pending_{};
   static constexpr std::size_t kTileBytes = 16384;
   alignas(64) std::byte gathered_[kTileBytes];
   alignas(64) std::byte cast_row_[kTileBytes];

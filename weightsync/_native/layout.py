@@ -45,4 +45,4 @@ CANCELLED: Final = 2
 EVICTED: Final = 3
 
 BLOCK: Final = 4096
-"""Elements that share one factor A of the digest."""
+"""16-bit words that share the factors A of the digest."""

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from weightsync._native import layout as col
 from weightsync._native.pages import exchange, populate
-from weightsync._native.scalars import cast_bits, digest_at, digest_run
+from weightsync._native.scalars import add_halves, cast_bits, digest_at, digest_run
 
 __all__ = ["Program", "exchange", "features", "memory_copy", "populate"]
 
@@ -122,7 +122,7 @@ class Program:
                 leader.wait_until(_slot_end(unit))
                 row = unit.move.row
                 part = _run_unit(unit, sources[row], targets and targets[row], digests is not None)
-                sums[row] = (sums[row] + part) % 2**64
+                sums[row] = add_halves(sums[row], part)
                 if progress:
                     ctypes.c_uint64.from_address(progress).value = watermarks[number + 1]
             leader.check()

@@ -1,12 +1,13 @@
 """Digest and casts of arrays of element bits, in integers only: the pure twin of `csrc/core/digest.h` and `cast.h`.
 
-The digest of a logical tensor is the sum of bits(e) * A(seed, i >> 12) * B[i & 4095] mod 2^64 over its elements e with
-row-major number i, so it is additive over any partition.
+A tensor's elements, in row-major order, are a sequence of signed 16-bit words (an element of one byte is one word). A
+digest is two independent sums mod 2^32, D[h] = sum of word * A[h](seed, j >> 12) * F[h][j & 4095] over the words with
+number j, so it is additive over any partition; D[0] is the low half. `digest.h` says why this form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ UInts = npt.NDArray[np.unsignedinteger]
 Uint64s = npt.NDArray[np.uint64]
 
 _GOLDEN = 0x9E3779B97F4A7C15
+_MASK = 2**32 - 1
 _EXPONENT_BITS = {col.F16: 5, col.BF16: 8, col.F32: 8, col.F64: 11}
 _BITS: dict[int, npt.DTypeLike] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -25,40 +27,55 @@ def _u64(value: int) -> np.uint64:
     return np.uint64(value % 2**64)
 
 
-def _make_b() -> Uint64s:
-    h = (np.arange(col.BLOCK, dtype=np.uint64) + _u64(0x9E3779B9)) & _u64(0xFFFFFFFF)
-    h ^= h >> _u64(16)
-    h = (h * _u64(0x85EBCA6B)) & _u64(0xFFFFFFFF)
-    h ^= h >> _u64(13)
-    h = (h * _u64(0xC2B2AE35)) & _u64(0xFFFFFFFF)
-    h ^= h >> _u64(16)
-    h |= _u64(1)
-    h.setflags(write=False)
-    return h
+def _make_f(shift: int, first: int, second: int) -> npt.NDArray[np.int64]:
+    x = (np.arange(col.BLOCK, dtype=np.int64) + shift) & 0x7FFF
+    x ^= x >> 7
+    x = (x * first) & 0x7FFF
+    x ^= x >> 6
+    x = (x * second) & 0x7FFF
+    x ^= x >> 8
+    factors = (2 * x + 1).astype(np.uint16).view(np.int16).astype(np.int64)
+    factors.setflags(write=False)
+    return factors
 
 
-B = _make_b()
-"""The factor of an element's place in its block: odd, distinct, 32 bits (murmur3's finaliser)."""
+F = (_make_f(0x1B3D, 0x2D35, 0x5E6D), _make_f(0x4E6F, 0x6A4B, 0x3C97))
+"""For each half the factors of a word's place in its block: odd, distinct, 16 bits, signed."""
 
 
-def factor_a(seed: int, blocks: Uint64s) -> Uint64s:
-    """The factor of each block number: odd, 64 bits (splitmix64's finaliser, keyed)."""
+def factor_a(seed: int, blocks: Uint64s) -> tuple[Uint64s, Uint64s]:
+    """For each half the factors of the blocks: odd, 32 bits (splitmix64's finaliser, keyed)."""
     z = (blocks + _u64(1)) * _u64(_GOLDEN) + _u64(seed)
     z = (z ^ (z >> _u64(30))) * _u64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> _u64(27))) * _u64(0x94D049BB133111EB)
-    return (z ^ (z >> _u64(31))) | _u64(1)
+    z ^= z >> _u64(31)
+    return (z & _u64(_MASK)) | _u64(1), (z >> _u64(32)) | _u64(1)
+
+
+def add_halves(x: int, y: int) -> int:
+    """The sum of two digests: each half mod 2^32."""
+    return ((x >> 32) + (y >> 32)) % 2**32 << 32 | (x + y) % 2**32
+
+
+def _words(bits: UInts) -> npt.NDArray[np.int64]:
+    """Signed words, as a new last axis."""
+    if bits.itemsize == 1:
+        return bits.astype(np.int64)[..., None]
+    dense = np.ascontiguousarray(bits)[..., None]
+    return dense.view(np.int16).astype(np.int64)
 
 
 def digest_run(bits: UInts, seed: int, index: int) -> int:
     """Digest of elements whose numbers are `index`, `index` + 1, ..."""
-    first = index // col.BLOCK
-    ahead = index - first * col.BLOCK
-    count = -(-(ahead + bits.size) // col.BLOCK)
-    padded = np.zeros(count * col.BLOCK, np.uint64)
-    padded[ahead : ahead + bits.size] = bits.reshape(-1)
-    sums = padded.reshape(count, col.BLOCK) @ B
+    words = _words(bits.reshape(-1)).reshape(-1)
+    start = index * max(1, bits.itemsize // 2)
+    first, ahead = divmod(start, col.BLOCK)
+    count = -(-(ahead + words.size) // col.BLOCK)
+    padded = np.zeros(count * col.BLOCK, np.int64)
+    padded[ahead : ahead + words.size] = words
     blocks = np.arange(count, dtype=np.uint64) + _u64(first)
-    return int((sums * factor_a(seed, blocks)).sum(dtype=np.uint64))
+    sums = (padded.reshape(count, col.BLOCK) @ f for f in F)  # below 2^43: exact
+    return _join(s.astype(np.uint64) * a for s, a in zip(sums, factor_a(seed, blocks), strict=True))
 
 
 def digest_at(bits: UInts, seed: int, index: int, steps: Sequence[int]) -> int:
@@ -68,9 +85,16 @@ def digest_at(bits: UInts, seed: int, index: int, steps: Sequence[int]) -> int:
         shape = [1] * bits.ndim
         shape[axis] = count
         numbers = numbers + (np.arange(count, dtype=np.int64) * step).reshape(shape)
-    places = numbers.astype(np.uint64)
-    weights = factor_a(seed, places >> _u64(12)) * B[places & _u64(col.BLOCK - 1)]
-    return int((bits.astype(np.uint64) * weights).sum(dtype=np.uint64))
+    words = _words(bits)
+    places = numbers[..., None] * words.shape[-1] + np.arange(words.shape[-1])
+    factors = factor_a(seed, (places >> 12).astype(np.uint64))
+    place = places & (col.BLOCK - 1)
+    return _join((words * f[place]).astype(np.uint64) * a for f, a in zip(F, factors, strict=True))
+
+
+def _join(halves: Iterable[Uint64s]) -> int:
+    low, high = (int(half.sum(dtype=np.uint64)) % 2**32 for half in halves)
+    return high << 32 | low
 
 
 def cast_bits(bits: UInts, src_type: int, dst_type: int) -> UInts:

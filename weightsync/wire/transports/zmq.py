@@ -287,7 +287,8 @@ class ZmqReader(Reader):
             job.destinations[chunk.moves] + chunk.targets,
             digests,
         )
-        np.add.at(job.digests, chunk.moves, digests)
+        halves, parts = job.digests.view(np.uint32).reshape(-1, 2), digests.view(np.uint32).reshape(-1, 2)
+        np.add.at(halves, chunk.moves, parts)  # a digest is two sums mod 2^32
         job.progress.value += chunk.length
 
     def close(self) -> None:
