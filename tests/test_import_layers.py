@@ -21,10 +21,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "versioning": BASE | {"observability"},
     "publisher": BASE | {"observability", "wire"},
     "subscriber": BASE | {"observability", "wire", "versioning"},
-    "simulate": BASE | {"wire"},
+    "models": BASE | {"wire"},
+    "simulate": BASE | {"wire", "models"},
     "integrations": BASE | {"observability", "wire", "versioning", "publisher", "subscriber"},
     "testing": BASE | {"observability", "wire", "versioning", "publisher", "subscriber"},
-    "cli": BASE | {"observability", "wire", "versioning", "publisher", "subscriber", "simulate"},
+    "cli": BASE | {"observability", "wire", "versioning", "publisher", "subscriber", "models", "simulate"},
 }
 """For each module or package of weightsync: which others it may import, at run time or for types alike."""
 
