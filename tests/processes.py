@@ -86,7 +86,8 @@ class Peer:
         eventually(lambda: _state_of(self.pid) == "T", "the process stops")
 
     def cont(self) -> None:
-        os.kill(self.pid, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGCONT)
 
     def ask_to_leave(self) -> None:
         """Ask it to close everything and end."""

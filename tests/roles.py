@@ -7,6 +7,12 @@ themselves, whatever the digests say.
 from __future__ import annotations
 
 import ctypes
+import gc
+import mmap
+import os
+import resource
+import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -18,6 +24,7 @@ import torch
 import zmq
 
 import weightsync as ws
+import weightsync.publisher.publisher
 import weightsync.subscriber.fetch
 import weightsync.subscriber.link
 import weightsync.wire.fleet
@@ -63,10 +70,19 @@ def _tensors(made: torch.nn.Module | dict[str, torch.Tensor]) -> list[torch.Tens
 
 def open_publisher(state: State, address: str, *, size: dict[str, int] | None = None, **options: Any) -> str:
     """Publish a model at `address`; returns the real address."""
+    bind_publisher(state, address, size=size, **options)
+    register(state)
+    return str(state.pub.address)
+
+
+def bind_publisher(state: State, address: str, *, size: dict[str, int] | None = None, **options: Any) -> str:
     state.pub = state.stack.enter_context(ws.Publisher(address, **options))
     state.trained = model(**(size or {}))
-    state.pub.register(state.trained)
     return str(state.pub.address)
+
+
+def register(state: State) -> None:
+    state.pub.register(state.trained)
 
 
 def publish(
@@ -201,8 +217,16 @@ def open_subscriber(
     state: State, address: str, *, size: dict[str, int] | None = None, start_s: float = 20.0, **options: Any
 ) -> str:
     """Follow `address`; returns the transport."""
+    make_model(state, size=size)
+    return subscribe(state, address, start_s=start_s, **options)
+
+
+def make_model(state: State, *, size: dict[str, int] | None = None) -> None:
     state.served = model(**(size or {}))
     fill(state.served, -1)
+
+
+def subscribe(state: State, address: str, *, start_s: float = 20.0, **options: Any) -> str:
     state.sub = state.stack.enter_context(ws.Subscriber(address, state.served, **options).start(start_s))
     return str(state.sub.stats.transport)
 
@@ -393,3 +417,93 @@ def dealer(context: zmq.Context[Any], address: str) -> zmq.Socket[bytes]:
     socket.linger = 0
     socket.connect(address)
     return socket
+
+
+def probe_request(token: bytes) -> bytes:
+    """What a reader of the zmq data path asks first."""
+    return struct.pack("<16sQQIIQQ", token, 1, 0, 0, 1, 0, 0)
+
+
+# ---- limits
+
+
+def limit(state: State, which: int, value: int) -> None:
+    resource.setrlimit(which, (value, value))
+
+
+def limit_address_space(state: State, spare: int | None) -> None:
+    """Leave `spare` bytes beyond what is mapped now; None: no limit."""
+    with open("/proc/self/statm") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (hard if spare is None else used + spare, hard))
+
+
+def limit_files(state: State, spare: int | None) -> None:
+    """Let `spare` more descriptors be opened; None: as many as allowed."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if spare is None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        for fd in state.fillers:
+            os.close(fd)
+        state.fillers = []
+        return
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    state.fillers = []
+    try:
+        while True:
+            state.fillers.append(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
+    except OSError:
+        for fd in state.fillers[len(state.fillers) - spare :]:
+            os.close(fd)
+        del state.fillers[len(state.fillers) - spare :]
+
+
+def settle(fact: Callable[[], bool]) -> None:
+    """Block until `fact` holds: some things end on other threads."""
+    deadline = time.monotonic() + 10.0
+    while not fact():
+        assert time.monotonic() < deadline
+        gc.collect()
+        time.sleep(0.005)
+
+
+# ---- other users
+
+
+def become_another_user(state: State) -> None:
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+
+
+def ask_for_handles(state: State | None, name: str, token: str) -> int:
+    """How many descriptors the publisher's shared-memory socket hands over."""
+    handles = _handles(name, token)
+    for handle in handles:
+        os.close(handle)
+    return len(handles)
+
+
+def writable_handles(name: str, token: str) -> int:
+    """How many of them can be mapped for writing, as they are or opened again."""
+    count = 0
+    for handle in _handles(name, token):
+        try:
+            mmap.mmap(handle, 4096, mmap.MAP_SHARED, mmap.PROT_WRITE | mmap.PROT_READ).close()
+            count += 1
+        except OSError:
+            pass
+        os.close(handle)
+    return count
+
+
+def _handles(name: str, token: str) -> list[int]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asker:
+        asker.settimeout(10.0)
+        asker.connect("\0" + name)
+        try:
+            asker.sendall(bytes.fromhex(token) + b"spy".ljust(64, b"\0"))
+            return list(socket.recv_fds(asker, 4096, 64)[1])
+        except ConnectionError:
+            return []

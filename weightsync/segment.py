@@ -11,6 +11,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import resource
 import weakref
 
 import numpy as np
@@ -117,7 +118,10 @@ class Segment:
         """
         size = round_up(max(size, 1), HUGE_PAGE)
         check_memory(size, name)
-        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            raise CapacityError(f"{name}: can't make a shared segment: {error}") from error
         try:
             os.ftruncate(fd, size)
             fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SIZE)
@@ -155,6 +159,23 @@ class Segment:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+    def __del__(self) -> None:
+        self.close()  # of a set that could not be made completely, too
+
+
+def check_descriptors(count: int, what: str) -> None:
+    """Raise CapacityError unless `count` more descriptors can be opened: libzmq ends the process when it runs out."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    try:
+        used = len(os.listdir("/proc/self/fd"))
+    except OSError:  # not even one for the folder itself
+        used = limit
+    if used + count > limit:
+        raise CapacityError(
+            f"{what}: needs {count} file descriptors, but of {limit} allowed (too many open files) only "
+            f"{max(0, limit - used)} are left; raise `ulimit -n`"
+        )
 
 
 def check_memory(size: int, what: str) -> None:

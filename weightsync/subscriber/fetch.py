@@ -120,5 +120,5 @@ def _ask(
             return reply
     raise SyncTimeoutError(
         f"{address}: no publisher answered within {timeout_s:g} s; is one running there"
-        + ("?" if loaded else ", and does it need keys=DIR?")
+        + (", and does it know this key?" if loaded else ", and does it need keys=DIR?")
     )

@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 import zmq
 
-from weightsync.config import HEARTBEAT_S, MEMBER_TIMEOUT_S
+from weightsync.config import HEARTBEAT_S, MEMBER_TIMEOUT_S, ZMQ_DESCRIPTORS
 from weightsync.errors import ProtocolError
+from weightsync.segment import check_descriptors
 from weightsync.wire import messages as m
 from weightsync.wire.address import Address
 from weightsync.wire.keys import Keys
@@ -38,6 +39,7 @@ class Link:
         on_message: Callable[[m.ToMember], None],
         on_lost: Callable[[str], None],
     ) -> None:
+        check_descriptors(ZMQ_DESCRIPTORS, f"a subscriber of {address.text}")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = control_socket(self._context, address, keys)
         self._hello, self._heartbeat, self._on_message, self._on_lost = hello, heartbeat, on_message, on_lost

@@ -17,7 +17,7 @@ from typing import Any
 import zmq
 import zmq.auth.thread
 
-from weightsync.config import HEARTBEAT_S, MAX_CONTROL_BYTES
+from weightsync.config import HEARTBEAT_S, MAX_CONTROL_BYTES, ZMQ_DESCRIPTORS
 from weightsync.errors import (
     AddressInUseError,
     ConfigError,
@@ -27,6 +27,7 @@ from weightsync.errors import (
     UsageError,
     VersionError,
 )
+from weightsync.segment import check_descriptors
 from weightsync.types import FleetStatus
 from weightsync.wire import messages as m
 from weightsync.wire.address import Address
@@ -47,6 +48,7 @@ class Coordinator:
         self, address: Address, *, publisher: str, epoch: int, slots: int, keys: Keys | None, takeover: bool
     ) -> None:
         self._keys = keys
+        check_descriptors(ZMQ_DESCRIPTORS, f"a publisher at {address.text}")
         self._context = zmq.Context(io_threads=1)
         self._context.set(zmq.MAX_SOCKETS, 64)
         self._auth = self._authenticate() if keys else None

@@ -6,8 +6,9 @@ from typing import Any
 
 import zmq
 
-from weightsync.config import MAX_CONTROL_BYTES
+from weightsync.config import MAX_CONTROL_BYTES, ZMQ_DESCRIPTORS
 from weightsync.errors import ConfigError, ProtocolError
+from weightsync.segment import check_descriptors
 from weightsync.wire import messages as m
 from weightsync.wire.address import Address
 from weightsync.wire.keys import Keys
@@ -37,6 +38,7 @@ def ask(
     address: Address, question: m.FromMember, *, keys: Keys | None, timeout_s: float
 ) -> m.ToMember | None:
     """Send `question`, return the first answer, or None if there is none in time. Raises ProtocolError on garbage."""
+    check_descriptors(ZMQ_DESCRIPTORS, f"a question to {address.text}")
     with zmq.Context() as context, control_socket(context, address, keys) as socket:
         socket.send_multipart(m.encode(question))
         if not socket.poll(int(timeout_s * 1000)):

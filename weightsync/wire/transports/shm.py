@@ -15,6 +15,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 
 import numpy as np
 
@@ -36,6 +37,7 @@ from weightsync.wire.transport import (
 
 _CAPS = Caps(one_sided=True, cross_host=False, maps_slots=True)
 _HANDSHAKE_S = 5.0
+_RETRY_S = 0.05
 _MAX_SLOTS = 64
 _INSTANCE_BYTES = 64
 _GOODBYE = b"\0"
@@ -91,7 +93,12 @@ class ShmExporter(Exporter):
             try:
                 peer, _ = self._listener.accept()
             except OSError:
-                return  # closed
+                if self._closed:
+                    return
+                time.sleep(
+                    _RETRY_S
+                )  # out of descriptors, say: whoever waits is served when there are some again
+                continue
             threading.Thread(
                 target=self._serve, args=(peer,), name="weightsync-shm-peer", daemon=True
             ).start()
@@ -148,9 +155,9 @@ class ShmReader(Reader):
     def connect(self, offer: dict[str, str], timeout_s: float) -> None:
         if offer.get("host") != host_id():
             raise TransportError("the publisher runs on another host, or in another network namespace")
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        self._socket.settimeout(timeout_s)
         try:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            self._socket.settimeout(timeout_s)
             token = bytes.fromhex(offer["token"])
             self._socket.connect("\0" + offer["socket"])
             if _peer_user(self._socket) != os.getuid():

@@ -22,8 +22,10 @@ import numpy as np
 import zmq
 
 from weightsync import _native
-from weightsync.errors import EvictedError, TransportError
+from weightsync.config import ZMQ_DESCRIPTORS
+from weightsync.errors import CapacityError, EvictedError, TransportError
 from weightsync.moves import Int64s
+from weightsync.segment import check_descriptors
 from weightsync.wire.plan import Plan, split_moves
 from weightsync.wire.transport import (
     TOKEN_BYTES,
@@ -191,6 +193,10 @@ class ZmqReader(Reader):
             port = int(offer["port"])
         except (KeyError, ValueError) as error:
             raise TransportError(f"the publisher's zmq offer can't be read: {error}") from error
+        try:
+            check_descriptors(ZMQ_DESCRIPTORS, "a data path")
+        except CapacityError as error:
+            raise TransportError(str(error)) from error
         self._context = zmq.Context(io_threads=STREAMS)
         for _ in range(STREAMS):
             socket = self._context.socket(zmq.DEALER)
