@@ -187,6 +187,7 @@ class Subscriber:
         if self._is_closed:
             return
         self._is_closed = True
+        self._gate.shut()
         if self._receiver is not None:
             self._receiver.close()
         self._mode.close()

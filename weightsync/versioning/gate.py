@@ -27,13 +27,20 @@ class Gate:
         self._changed = threading.Condition()
         self._readers = 0
         self._is_pending = False
+        self._is_shut = False
         self._innermost: ContextVar[Step | None] = ContextVar("weightsync-step", default=None)
         self.drains_missed = 0
 
     def request_swap(self) -> None:
         """From now on, whoever enters swaps first."""
         with self._changed:
-            self._is_pending = True
+            self._is_pending = not self._is_shut
+
+    def shut(self) -> None:
+        """No swap from here on; none is running when this returns."""
+        with self._changed:
+            self._is_shut, self._is_pending = True, False
+            self._changed.notify_all()
 
     def step(self, label: Callable[[], int]) -> Step:
         return Step(self, label)
