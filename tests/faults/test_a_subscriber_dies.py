@@ -74,6 +74,22 @@ def test_a_server_that_dies_with_an_adopted_slot_gives_it_back(peer: Callable[[]
         publisher.call(roles.publish, content, wait=None, timeout_s=MEMBER_TIMEOUT_S / 2)
 
 
+def test_a_server_that_was_stopped_and_forgotten_gives_its_slot_back_when_it_dies(
+    peer: Callable[[], Peer],
+) -> None:
+    publisher, victim = peer(), peer()
+    publisher.call(roles.be_impatient, 1.5)
+    address = publisher.call(roles.open_publisher, "tcp://127.0.0.1:0")
+    victim.call(roles.open_subscriber, address, swap="adopt")
+    publisher.call(roles.publish, 10, members=1)
+    assert victim.call(roles.await_version, 1) == (1, 10)
+    victim.stop()
+    eventually(lambda: not publisher.call(roles.members), "the stopped server counts as gone")
+    assert publisher.call(roles.holders) == ["a silent member (pinned version 1)"]
+    victim.kill()
+    eventually(lambda: not publisher.call(roles.holders), "its slot is free", 5.0)
+
+
 def test_one_that_comes_back_gets_the_newest_version(peer: Callable[[], Peer]) -> None:
     publisher, healthy, victim = three(peer, "shm")
     victim.kill()

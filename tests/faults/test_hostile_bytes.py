@@ -17,6 +17,7 @@ import weightsync as ws
 from tests import roles
 from tests.processes import Peer
 from weightsync.errors import WeightSyncError
+from weightsync.wire import fleet as fleet_state
 from weightsync.wire import messages as m
 from weightsync.wire.messages import HEADER
 
@@ -25,8 +26,11 @@ pack = msgspec.msgpack.encode
 
 
 @pytest.fixture(params=["zmq"])
-def fleet(request: pytest.FixtureRequest, peer: Callable[[], Peer]) -> Iterator[tuple[ws.Publisher, str]]:
+def fleet(
+    request: pytest.FixtureRequest, peer: Callable[[], Peer], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[ws.Publisher, str]]:
     """A publisher with a server that serves all the time; both must be as well as before when the test ends."""
+    monkeypatch.setattr(fleet_state, "MEMBER_TIMEOUT_S", 2.0)
     server = peer()
     with ws.Publisher("tcp://127.0.0.1:0") as publisher:
         model = roles.model()

@@ -37,7 +37,7 @@ def test_a_server_that_comes_and_goes_leaves_nothing_at_the_publisher(peer: Call
     publisher, server = peer(), peer()
     address = publisher.call(roles.open_publisher, "tcp://127.0.0.1:0")
     footprints = []
-    for life in range(12):
+    for life in range(8):
         server.call(roles.open_subscriber, address, transport="shm" if life % 2 else "zmq")
         publisher.call(roles.publish, life, wait="staged", members=1)
         assert server.call(roles.await_content, life) == (life + 1, life)
