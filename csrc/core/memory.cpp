@@ -50,7 +50,7 @@ void stream_copy(std::byte* dst, const std::byte* src, std::size_t size) {
 
 void memory_copy(std::byte* dst, const std::byte* src, std::size_t size, unsigned threads) {
   if (size < kLargeCopy) {
-    std::memcpy(dst, src, size);
+    if (size > 0) std::memcpy(dst, src, size);  // an empty range may be at null
     return;
   }
   const std::size_t part = (size / threads + kPage - 1) / kPage * kPage;

@@ -89,9 +89,11 @@ double exchange(std::uintptr_t a, std::uintptr_t b, std::uintptr_t scratch, std:
 
 void populate(std::uintptr_t address, std::size_t size, bool for_writing) {
   const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
-  if (madvise(pointer(address), size, for_writing ? MADV_POPULATE_WRITE : MADV_POPULATE_READ) == 0) return;
+  const int advice = for_writing ? MADV_POPULATE_WRITE : MADV_POPULATE_READ;
+  if (madvise(pointer(address), size, advice) == 0) return;
   const int error = errno;
-  if (error != EINVAL || address % page != 0) {
+  const bool is_known = madvise(nullptr, 0, advice) == 0;  // EINVAL may also mean that the range forbids the access
+  if (is_known || error != EINVAL || address % page != 0) {
     throw std::system_error(error, std::generic_category(), "populate " + std::to_string(size) + " bytes");
   }
   // A kernel before 5.14: touch each page. The addition of 0 is atomic, for others may write there.

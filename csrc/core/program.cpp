@@ -77,7 +77,7 @@ Status Program::run(Span<const std::uint64_t> src, Span<const std::uint64_t> dst
     }
   };
   const std::uint64_t useful = std::min<std::uint64_t>(plan.units.size(), size_bytes_ / kThreadBytes);
-  run_threads(static_cast<unsigned>(std::clamp<std::uint64_t>(options.threads, 1, std::max<std::uint64_t>(useful, 1))), work);
+  run_threads(static_cast<unsigned>(std::clamp<std::uint64_t>(useful, 1, std::max(options.threads, 1u))), work);
   if (result == Status::kOk) result = leader.check();
   if (result == Status::kOk && options.progress != nullptr) {
     __atomic_store_n(options.progress, marks.back(), __ATOMIC_RELEASE);

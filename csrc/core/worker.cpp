@@ -130,11 +130,12 @@ void Worker::run_row(const Place& at, std::int64_t count) {
   for (std::int64_t done = 0; done < count;) {
     const std::int64_t index = has_digest_ ? at.index + done : done;
     const std::int64_t step = std::min(count - done, left_in_block(index));
-    const Place part{at.src + done * src_item_, at.dst + done * dst_item_, index};
+    const std::byte* src = at.src + done * src_item_;
     if (has_dst_) {
-      copy_part(operands_.streams ? set_->stream : set_->copy, part, static_cast<std::size_t>(step));
+      const CopyKernel kernel = operands_.streams ? set_->stream : set_->copy;
+      copy_part(kernel, {src, at.dst + done * dst_item_, index}, static_cast<std::size_t>(step));
     } else {
-      digest_part(part.src, index, static_cast<std::size_t>(step));
+      digest_part(src, index, static_cast<std::size_t>(step));
     }
     done += step;
   }

@@ -71,10 +71,12 @@ def exchange(a: int, b: int, scratch: int, size: int) -> float:
 
 def populate(address: int, size: int, *, write: bool) -> None:
     """Fill the page tables of a range, contents unchanged. Raises OSError."""
-    if _libc.madvise(address, size, _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ) == 0:
+    advice = _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ
+    if _libc.madvise(address, size, advice) == 0:
         return
     error = ctypes.get_errno()
-    if error != errno.EINVAL or address % mmap.PAGESIZE:
+    is_known = _libc.madvise(None, 0, advice) == 0  # EINVAL may also mean that the range forbids the access
+    if is_known or error != errno.EINVAL or address % mmap.PAGESIZE:
         raise OSError(error, f"populate {size} bytes: {os.strerror(error)}")
     pages = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))[:: mmap.PAGESIZE]
     if write:
