@@ -1,4 +1,4 @@
-"""Builds the native core. WEIGHTSYNC_NATIVE: auto (the default: go on without it if it can't be built), require, off."""
+"""Builds the native core. WEIGHTSYNC_NATIVE: auto (the default: if that fails, go on without), require, off."""
 
 from __future__ import annotations
 

@@ -111,6 +111,13 @@ class Program:
             raise ValueError(f"threads: expected at least 1, got {threads}")
         if math.isnan(timeout_s):
             raise ValueError("timeout_s: not a number")
+        for name, address, alignment in (
+            ("progress", progress, 8),
+            ("follow", follow, 8),
+            ("cancel", cancel, 4),
+        ):
+            if address % alignment:
+                raise ValueError(f"{name}: the address is not aligned")
         sources = src.tolist()
         targets = None if dst is None else dst.tolist()
         sums = [0] * len(self._moves)
