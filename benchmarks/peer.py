@@ -24,7 +24,9 @@ def checksum(state: dict[str, torch.Tensor]) -> int:
     return crc
 
 
-def _serve(connection: Connection, address: str, shapes: dict[str, tuple[int, ...]], options: dict[str, Any]) -> None:
+def _serve(
+    connection: Connection, address: str, shapes: dict[str, tuple[int, ...]], options: dict[str, Any]
+) -> None:
     import weightsync as ws
 
     state = make_state(shapes)

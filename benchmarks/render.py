@@ -11,14 +11,14 @@ TARGET = Path(__file__).parent.parent / "docs" / "performance.md"
 
 HEAD = """# Performance
 
-Measured by `make bench`, written by `python -m benchmarks.render` from [performance.json](performance.json); not edited by hand.
+Measured by `make bench`, written by `python -m benchmarks.render` from [performance.json](performance.json).
 
 {machine}
 
-A ratio is the time over that of a plain memory copy of the same bytes (two threads, streaming stores, the fastest loop we can
-write; `weightsync._native.memory_copy`), the two taken in turn; the median of the ratios of a run. Machines like this are noisy: compare
-ratios, not seconds. In every row the received bytes were compared with the published ones by an independent CRC, and a wrong
-byte fails the run. Loopback is not a network.
+A ratio is the time over that of a plain copy of the same bytes: the trainer's own tensors, copied to a populated buffer by
+two threads with streaming stores (the fastest loop we have; no digest). The two are taken in turn, and the median of the ratios of a
+run is given. The machine is noisy: compare ratios, not seconds. In each run the received bytes were compared with the published
+ones by an independent CRC, and a wrong byte fails the run. Loopback is not a network.
 """
 
 
@@ -39,7 +39,8 @@ def sync_table(data: dict[str, Any], group: str) -> str:
     rows = [
         [
             label(name), f"{i['median_s'] * 1e3:.1f}", f"{i['min_s'] * 1e3:.1f}", f"{i['gib_per_s']:.2f}",
-            f"{i['plain_copy_s'] * 1e3:.1f}", f"**{i['ratio']:.2f}**", f"{i['ratio_of_minima']:.2f}",
+            f"{i['plain_copy_s'] * 1e3:.1f}", f"**{i['ratio']:.2f}**",
+            f"{i['ratio_of_minima']:.2f}",
             f"{i['stage_s'] * 1e3:.1f}", f"{i['read_s'] * 1e3:.1f}",
             f"{i['pause_p50_us']:.0f} / {i['pause_p99_us']:.0f}", str(i["wrong"]),
         ]
@@ -52,7 +53,14 @@ def sync_table(data: dict[str, Any], group: str) -> str:
 
 def core_table(data: dict[str, Any]) -> str:
     rows = [
-        [label(name), i["what"], str(i["threads"]), f"{i['median_s'] * 1e3:.1f}", f"**{i['ratio']:.2f}**", f"{i['ratio_of_minima']:.2f}"]
+        [
+            label(name),
+            i["what"],
+            str(i["threads"]),
+            f"{i['median_s'] * 1e3:.1f}",
+            f"**{i['ratio']:.2f}**",
+            f"{i['ratio_of_minima']:.2f}",
+        ]
         for name, i in rows_of(data, "core")
     ]
     return table(["case", "what", "threads", "median ms", "ratio", "ratio of bests"], rows)
@@ -61,17 +69,29 @@ def core_table(data: dict[str, Any]) -> str:
 def main() -> None:
     data = json.loads(Path(sys.argv[1]).read_text())
     cpu, machine = data["machine_info"]["cpu"], data["machine_info"]
-    line = f"{cpu.get('brand_raw', 'unknown CPU')}, {cpu.get('count')} cores, {machine['system']} {machine['release']}, Python {machine['python_version']}, {data['datetime'][:10]}."
+    line = (
+        f"{cpu.get('brand_raw', 'unknown CPU')}, {cpu.get('count')} cores, {machine['system']} {machine['release']}, "
+        f"Python {machine['python_version']}, {data['datetime'][:10]}."
+    )
     parts = [HEAD.format(machine=line)]
-    parts += ["## One GiB, 147 bf16 tensors, from `publish()` to live in another process\n", sync_table(data, "sync 1 GiB")]
+    parts += [
+        "## One GiB, 147 bf16 tensors, from `publish()` to live in another process\n",
+        sync_table(data, "sync 1 GiB"),
+    ]
     parts += ["## 40 MiB as many and as one\n", sync_table(data, "sync 40 MiB")]
     pauses = [
-        [label(name), str(i["tensors"]), f"{i['pause_p50_us']:.0f}", f"{i['pause_p99_us']:.0f}"] for name, i in rows_of(data, "swap")
+        [label(name), str(i["tensors"]), f"{i['pause_p50_us']:.0f}", f"{i['pause_p99_us']:.0f}"]
+        for name, i in rows_of(data, "swap")
     ]
-    parts += ["## Swap pause of `remap`, 200 swaps\n", table(["model", "tensors", "p50 µs", "p99 µs"], pauses)]
+    parts += [
+        "## Swap pause of `remap`, 200 swaps\n",
+        table(["model", "tensors", "p50 µs", "p99 µs"], pauses),
+    ]
     steps = [b for b in data["benchmarks"] if b["group"] == "step"]
     if steps:
-        parts.append(f"`with sub.step()` without a pending version: {steps[0]['stats']['median'] * 1e6:.2f} µs (median).\n")
+        parts.append(
+            f"`with sub.step()` without a pending version: {steps[0]['stats']['median'] * 1e6:.2f} µs (median).\n"
+        )
     iperf = rows_of(data, "zmq against")
     if iperf:
         i = iperf[0][1]
@@ -93,7 +113,12 @@ def slim(data: dict[str, Any]) -> dict[str, Any]:
     machine = {key: data["machine_info"][key] for key in ("system", "release", "python_version")}
     cpu = {key: data["machine_info"]["cpu"].get(key) for key in ("brand_raw", "count")}
     benchmarks = [
-        {"name": b["name"], "group": b["group"], "extra_info": b["extra_info"], "stats": {"median": b["stats"]["median"]}}
+        {
+            "name": b["name"],
+            "group": b["group"],
+            "extra_info": b["extra_info"],
+            "stats": {"median": b["stats"]["median"]},
+        }
         for b in data["benchmarks"]
     ]
     return {"datetime": data["datetime"], "machine_info": machine | {"cpu": cpu}, "benchmarks": benchmarks}

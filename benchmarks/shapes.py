@@ -41,7 +41,9 @@ def make_state(shapes: dict[str, tuple[int, ...]], *, seed: int | None = None) -
         return {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: torch.randint(-(2**15), 2**15 - 1, shape, dtype=torch.int16, generator=generator).view(torch.bfloat16)
+        name: torch.randint(-(2**15), 2**15 - 1, shape, dtype=torch.int16, generator=generator).view(
+            torch.bfloat16
+        )
         for name, shape in shapes.items()
     }
 

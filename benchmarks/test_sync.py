@@ -12,7 +12,7 @@ import pytest
 import weightsync as ws
 from benchmarks.peer import Peer
 from benchmarks.shapes import change, llama_like, make_state, many_small, one_large, size_of
-from benchmarks.yardstick import PlainCopy, record
+from benchmarks.yardstick import PlainCopyOf, record
 from weightsync.wire.transports.zmq import STREAMS
 
 ROUNDS = 11
@@ -22,7 +22,7 @@ def measure(benchmark, shapes, *, rounds=ROUNDS, **options):
     """Publish `rounds` changed versions; each is timed next to one plain copy, and checked outside the timed part."""
     state = make_state(shapes, seed=1)
     size = size_of(state)
-    copy = PlainCopy(size)
+    copy = PlainCopyOf(state)
     times, stages, copies = [], [], []
     with ws.Publisher("tcp://127.0.0.1:0", timeout_s=60) as publisher:
         publisher.register(state)
@@ -51,7 +51,9 @@ def measure(benchmark, shapes, *, rounds=ROUNDS, **options):
                 if version in (1, rounds):
                     peer.assert_holds(state)
 
-            benchmark.pedantic(lambda: (sync(), finish()) and None, setup=prepare, rounds=rounds, iterations=1)
+            benchmark.pedantic(
+                lambda: (sync(), finish()) and None, setup=prepare, rounds=rounds, iterations=1
+            )
             pauses, reads, transport = peer.stats()
     times, stages, copies = times[1:], stages[1:], copies[1:]  # the first version warms both sides up
     record(

@@ -83,7 +83,7 @@ def _walk(source: Source) -> Iterable[Entry]:
             yield Entry((name,), Box.whole(tensor.shape), tuple(tensor.shape), source, name)
     else:
         shards = list(source)
-        for number, shard in enumerate(shards):
+        for shard in shards:
             _check_shard(shard)
         views = {number: shard.view for number, shard in enumerate(shards)}
         for number, shard in enumerate(shards):

@@ -83,7 +83,8 @@ DTYPES: dict[str, DType] = {
 
 
 class MemberReport(msgspec.Struct):
-    """What one member did with one version. Times in seconds since the `publish()` call; None: not yet."""
+    """What one member did with one version, in seconds; None: not yet. `ready_s` and `live_s` count from the `publish()`
+    call, `read_s` and `swap_pause_s` are durations."""
 
     transport: str = ""
     read_s: float | None = None

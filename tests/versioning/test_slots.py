@@ -52,3 +52,13 @@ def test_no_slot_free_is_an_error():
     table.take(1, 1)
     with pytest.raises(UsageError, match="no slot is free"):
         table.take(1, 2)
+
+
+def test_a_pending_version_makes_way_before_one_that_is_kept_for_rollback():
+    table = SlotTable(3, keep=1)
+    table.slots = [
+        Slot(SlotState.RETIRED, 1, 5),
+        Slot(SlotState.ACTIVE, 1, 6),
+        Slot(SlotState.VERIFIED, 1, 7),
+    ]
+    assert table.take(1, 8) == 2

@@ -33,7 +33,12 @@ def test_moves_are_in_slot_order_whatever_the_order_of_the_wants():
 
 def test_every_disagreement_is_listed_in_one_error():
     layout = layout_of(A, B, TensorSpec("extra", "int8", (2,)), TensorSpec("d", "bfloat16", (4, 6)))
-    wants = [want("a", shape=(4, 5)), want("b", dtype="float16"), want("missing"), want("d", dtype="bfloat16")]
+    wants = [
+        want("a", shape=(4, 5)),
+        want("b", dtype="float16"),
+        want("missing"),
+        want("d", dtype="bfloat16"),
+    ]
     with pytest.raises(LayoutError) as caught:
         plan_moves(layout, wants)
     text = str(caught.value)

@@ -26,6 +26,7 @@ from weightsync.wire.transport import ReadJob
 
 _ATTEMPTS = 2
 _RETRY_S = 0.2
+_IDLE_S = 1.0  # a version that waits this long for a step makes way for a newer one
 
 
 class Receiver:
@@ -65,6 +66,7 @@ class Receiver:
         self._newest_tried = 0
         self._epoch = 0
         self._is_pulling = False
+        self._verified_at = 0.0
         self._cancel = ctypes.c_uint32(0)
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="weightsync-receiver", daemon=True)
@@ -139,7 +141,7 @@ class Receiver:
             if self._abort is not None:
                 self._announce, self._abort = None, None
             self._pull_if_idle()
-            self.changed.wait()
+            self.changed.wait(_IDLE_S if self.table.find(SlotState.VERIFIED) else None)
         return None
 
     def _pull_if_idle(self) -> None:
@@ -148,11 +150,11 @@ class Receiver:
             self._send(m.Pull(self.session.epoch, self._newest_tried))
 
     def _has_room(self) -> bool:
-        if (
-            self._mode.borrows_slots
-        ):  # a borrowed slot costs nothing here, but two pending ones would starve the publisher
-            return not self.table.find(SlotState.VERIFIED)
-        return self.table.has_room()
+        pending = self.table.find(SlotState.VERIFIED)
+        if self._mode.borrows_slots:  # two pending ones would starve the publisher
+            return not pending
+        is_idle = bool(pending) and time.monotonic() - self._verified_at > _IDLE_S
+        return self.table.has_room() or is_idle
 
     def _begin_session(self, welcome: m.Welcome) -> None:
         with self.changed:
@@ -218,6 +220,7 @@ class Receiver:
                 self._newest_tried, self._announce = announce.version, None
                 self.table.move(number, SlotState.VERIFIED)
                 self.table.slots[number].digests, self.table.slots[number].plan = expected, session.plan
+                self._verified_at = time.monotonic()
             took = time.monotonic() - started
             borrows = self._mode.borrows_slots
             self._send(m.Verified(session.epoch, announce.version, took, session.transport, borrows))

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -84,7 +84,7 @@ class Subscriber:
     step waits for others to leave before a swap.
 
     `on_ready(version)`, `on_live(version, pause_s)`, `on_failed(version, error)` are called on the thread where it
-    happens and must not block; version 0 in `on_failed` means that no session could be opened.
+    happens, must not block, and what they raise is only logged; version 0 in `on_failed` means that no session could be opened.
     """
 
     def __init__(
@@ -231,10 +231,8 @@ class Subscriber:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise SyncTimeoutError(self._why_not(version, timeout_s))
-                if not self._table.find(SlotState.VERIFIED):
-                    receiver.changed.wait(min(left, 0.5))
-                    continue
-            time.sleep(0.001)  # verified, but another thread's step is open
+                # verified and still not live: another thread's step is open, and its end is not announced here
+                receiver.changed.wait(min(left, 0.001 if self._table.find(SlotState.VERIFIED) else 0.5))
 
     async def wait_for_async(self, version: int, timeout_s: float = 60.0) -> int:
         """As `wait_for`, without blocking the event loop."""
@@ -372,23 +370,24 @@ class Subscriber:
     def _went_live(self, version: int, pause_s: float) -> None:
         self.stats.versions_live += 1
         self.stats.swap_pauses_s.append(pause_s)
-        if self._on_live is not None:
-            self._on_live(version, pause_s)
+        _call(self._on_live, version, pause_s)
 
     def _verified(self, version: int, took_s: float) -> None:
         self.stats.versions_verified += 1
         self.stats.read_s.append(took_s)
-        self.stats.bytes_received += self._plan.size_bytes if self._plan else 0
+        if self._plan is not None and not self._mode.borrows_slots:
+            self.stats.bytes_received += self._plan.size_bytes
         self._gate.request_swap()
-        if self._on_ready is not None:
-            self._on_ready(version)
+        receiver = self._require_started()
+        with receiver.changed:
+            receiver.changed.notify_all()
+        _call(self._on_ready, version)
 
     def _failed(self, version: int, error: WeightSyncError) -> None:
         self.stats.versions_failed += 1
         self.stats.last_error = str(error)
         log.warning("%s: %s", self._name, error)
-        if self._on_failed is not None:
-            self._on_failed(version, error)
+        _call(self._on_failed, version, error)
 
     def _open(self, welcome: m.Welcome) -> Session:
         with torch.no_grad():
@@ -470,6 +469,15 @@ class Subscriber:
         if self._receiver is None:
             raise UsageError("call start() first")
         return self._receiver
+
+
+def _call(callback: Callable[..., None] | None, *arguments: Any) -> None:
+    """A callback of the user's, which must not end the thread that it is called on."""
+    try:
+        if callback is not None:
+            callback(*arguments)
+    except Exception:  # the edge to code that is not ours
+        log.exception("a weightsync callback failed: %r", callback)
 
 
 def _no_answer(address: str, timeout_s: float, refusal: str | None, has_keys: bool) -> str:

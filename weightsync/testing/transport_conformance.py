@@ -1,9 +1,9 @@
 """What every transport must do. Use it in a test module of your own:
 
-    from weightsync.testing.transport_conformance import TransportConformance
+from weightsync.testing.transport_conformance import TransportConformance
 
-    class TestMine(TransportConformance):
-        name = "mine"
+class TestMine(TransportConformance):
+    name = "mine"
 """
 
 from __future__ import annotations
@@ -66,7 +66,13 @@ class _Bench:
 
 def _model() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
-    shapes = {"large": (700, 1500), "row": (3_000_001,), "matrix": (64, 48), "scalar": (1,), "cube": (5, 7, 3)}
+    shapes = {
+        "large": (700, 1500),
+        "row": (3_000_001,),
+        "matrix": (64, 48),
+        "scalar": (1,),
+        "cube": (5, 7, 3),
+    }
     model = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     model["half"] = torch.randn((333, 257), generator=generator).to(torch.bfloat16)
     model["bytes"] = torch.randint(0, 255, (1 << 21,), generator=generator, dtype=torch.uint8)
@@ -87,15 +93,23 @@ class TransportConformance:
         staging = Staging(find_tensors(model), slots=2, wire_dtype=None, threads=2)
         gone: list[str] = []
         with zmq.Context() as context:
-            exporter = make_exporter(self.name, Environment(context, None, "127.0.0.1", "publisher", 2, gone.append))
+            exporter = make_exporter(
+                self.name, Environment(context, None, "127.0.0.1", "publisher", 2, gone.append)
+            )
             exporter.register(staging.slots, staging.header)
-            reader = make_reader(self.name, Environment(None, None, "127.0.0.1", "reader", 2, lambda name: None))
+            reader = make_reader(
+                self.name, Environment(None, None, "127.0.0.1", "reader", 2, lambda name: None)
+            )
             reader.connect(exporter.export(), _TIMEOUT_S)
             # received tensors lie transposed, so that a transport must honour strides
-            places, wants, end = [], [], 0
+            places: list[int] = []
+            wants: list[Want] = []
+            end = 0
             for spec in staging.layout.tensors:
                 itemsize = getattr(torch, spec.dtype).itemsize
-                strides = tuple(int(itemsize * np.prod(spec.shape[:d], dtype=np.int64)) for d in range(len(spec.shape)))
+                strides = tuple(
+                    int(itemsize * np.prod(spec.shape[:d], dtype=np.int64)) for d in range(len(spec.shape))
+                )
                 box = staging.layout.shards[len(wants)].box
                 wants.append(Want((spec.name,), spec.dtype, spec.shape, box, strides))
                 places.append(end)
@@ -108,7 +122,9 @@ class TransportConformance:
             exporter.close()
             staging.close()
 
-    def test_every_byte_arrives_where_the_plan_says(self, bench: _Bench, model: dict[str, torch.Tensor]) -> None:
+    def test_every_byte_arrives_where_the_plan_says(
+        self, bench: _Bench, model: dict[str, torch.Tensor]
+    ) -> None:
         expected = bench.stage(0, 1)
         job = bench.job()
         bench.reader.read(job)
@@ -182,7 +198,9 @@ class TransportConformance:
         reader.close()
 
     def test_an_offer_that_can_not_be_read_is_a_transport_error(self, bench: _Bench) -> None:
-        reader = make_reader(self.name, Environment(None, None, "127.0.0.1", "reader-2", 1, lambda name: None))
+        reader = make_reader(
+            self.name, Environment(None, None, "127.0.0.1", "reader-2", 1, lambda name: None)
+        )
         with pytest.raises(TransportError):
             reader.connect({key: "?" for key in bench.exporter.export()}, 0.5)
         reader.close()
@@ -202,6 +220,6 @@ class TransportConformance:
         mapping = segments[1].map(writable=False)
         assert mapping.size % HUGE_PAGE == 0
         assert np.array_equal(mapping.array[:4096], bench.staging.slots[1].mapping.array[:4096])
-        with pytest.raises(Exception, match="ermission|Operation not permitted"):
+        with pytest.raises(Exception, match=r"ermission|Operation not permitted"):
             segments[1].map(writable=True)
         mapping.close()

@@ -30,7 +30,7 @@ class Pages:
         """Forget a content that is not live."""
         unmap(self._spares.pop(key), self.size)
 
-    def keys(self) -> set[Hashable]:
+    def spare_keys(self) -> set[Hashable]:
         """Contents that are not live."""
         return set(self._spares)
 
@@ -50,7 +50,7 @@ class Pages:
 
     def close(self) -> None:
         """Give back everything but the live range, which goes with its last tensor."""
-        for key in self.keys():
+        for key in self.spare_keys():
             self.drop(key)
         if self._scratch:
             unmap(self._scratch, self.size)

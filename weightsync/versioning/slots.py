@@ -75,14 +75,16 @@ class SlotTable:
         return bool(self.find(SlotState.EMPTY)) or len(self.find(SlotState.RETIRED)) > self.keep
 
     def take(self, epoch: int, version: int) -> int:
-        """A slot to fill: an empty one, else the one retired longest ago. It is FILLING from here on."""
+        """A slot to fill: an empty one, else the one retired longest ago, else one whose version no step has made live
+        (a newer one is better). It is FILLING from here on."""
         empty = self.find(SlotState.EMPTY)
         if not empty:
-            retired = self.find(SlotState.RETIRED)
-            if not retired:
+            retired, pending = self.find(SlotState.RETIRED), self.find(SlotState.VERIFIED)
+            spare = [*retired, *pending] if len(retired) > self.keep else [*pending, *retired]
+            if not spare:
                 raise UsageError("no slot is free")
-            self.move(retired[0], SlotState.EMPTY)
-            empty = retired[:1]
+            self.move(spare[0], SlotState.EMPTY)
+            empty = spare[:1]
         self.take_this(empty[0], epoch, version)
         return empty[0]
 

@@ -17,7 +17,7 @@ from typing import Any
 import zmq
 import zmq.auth.thread
 
-from weightsync.config import HEARTBEAT_S, MAX_CONTROL_BYTES, ZMQ_DESCRIPTORS
+from weightsync.config import HEARTBEAT_S, MAX_MEMBER_BYTES, ZMQ_DESCRIPTORS
 from weightsync.errors import (
     AddressInUseError,
     ConfigError,
@@ -163,7 +163,7 @@ class Coordinator:
 
     def _configure(self, socket: zmq.Socket[Any], address: Address) -> None:
         socket.linger = 300
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_CONTROL_BYTES)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MEMBER_BYTES)
         socket.setsockopt(zmq.IPV6, ":" in address.host)
         socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
         if self._keys:

@@ -60,7 +60,7 @@ class Adopt(SwapMode):
         self._drop_older()
 
     def _drop_older(self) -> None:
-        for key in self._pages.keys():
+        for key in self._pages.spare_keys():
             if isinstance(key, tuple) and (key[0] != self._life or key[1] == _OWN):
                 self._pages.drop(key)
 
