@@ -16,8 +16,8 @@ Measured by `make bench`, written by `python -m benchmarks.render` from [perform
 {machine}
 
 A ratio is the time over that of a plain copy of the same bytes: the trainer's own tensors, copied to a populated buffer by
-two threads with streaming stores (the fastest loop we have; no digest). The two are taken in turn, and the median of the ratios of a
-run is given. The machine is noisy: compare ratios, not seconds. In each run the received bytes were compared with the published
+two threads with streaming stores (the fastest loop we have; no digest). The two are taken in turn, and the median
+of the ratios of a run is given. The machine is noisy: compare ratios, not seconds. In each run the received bytes were compared with the published
 ones by an independent CRC, and a wrong byte fails the run. Loopback is not a network.
 """
 
@@ -46,8 +46,8 @@ def sync_table(data: dict[str, Any], group: str) -> str:
         ]
         for name, i in rows_of(data, group)
     ]  # fmt: skip
-    head = ["case", "publish to live, ms", "best", "GiB/s", "plain copy, ms", "ratio", "ratio of bests", "publish() ms", "read ms",
-            "pause p50 / max, µs", "wrong"]  # fmt: skip
+    head = ["case", "publish to live, ms", "best", "GiB/s", "plain copy, ms", "ratio", "ratio of bests", "publish() ms",
+            "read ms", "pause p50 / max, µs", "wrong"]  # fmt: skip
     return table(head, rows)
 
 

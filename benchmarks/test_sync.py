@@ -51,9 +51,11 @@ def measure(benchmark, shapes, *, rounds=ROUNDS, **options):
                 if version in (1, rounds):
                     peer.assert_holds(state)
 
-            benchmark.pedantic(
-                lambda: (sync(), finish()) and None, setup=prepare, rounds=rounds, iterations=1
-            )
+            def sync_and_check():
+                sync()
+                finish()
+
+            benchmark.pedantic(sync_and_check, setup=prepare, rounds=rounds, iterations=1)
             pauses, reads, transport = peer.stats()
     times, stages, copies = times[1:], stages[1:], copies[1:]  # the first version warms both sides up
     record(

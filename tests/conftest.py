@@ -12,8 +12,12 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+from hypothesis import settings
 
 DEADLINE_S = 60.0
+
+settings.register_profile("weightsync", deadline=None)  # speed is measured in benchmarks, not in tests
+settings.load_profile("weightsync")
 
 
 class Child:
