@@ -53,7 +53,7 @@ void memory_copy(std::byte* dst, const std::byte* src, std::size_t size, unsigne
     if (size > 0) std::memcpy(dst, src, size);  // an empty range may be at null
     return;
   }
-  const std::size_t part = (size / threads + kPage - 1) / kPage * kPage;
+  const std::size_t part = ((size + threads - 1) / threads + kPage - 1) / kPage * kPage;  // no byte is left over
   run_threads(threads, [&](unsigned number) {
     const std::size_t first = std::min(size, number * part);
     stream_copy(dst + first, src + first, std::min(part, size - first));

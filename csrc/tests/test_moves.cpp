@@ -161,7 +161,7 @@ void test_large_tables_stream_on_several_threads() {
 
 void test_plain_copies_of_any_size_and_alignment() {
   std::mt19937_64 random(4);
-  for (const std::size_t size : {0, 1, 4095, 40000, (5 << 20) + 77}) {
+  for (const std::size_t size : {0, 1, 4095, 40000, (5 << 20) + 77, 3 * (2 << 20) + 2}) {  // the last: whole parts, and 2
     for (const std::size_t skew : {0, 1, 31, 64}) {
       const Bytes source = random_bytes(random, size + skew);
       Bytes found(size + skew, std::byte{0});

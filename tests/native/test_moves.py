@@ -167,12 +167,17 @@ def test_a_large_transposed_matrix_arrives(core: ModuleType) -> None:
     assert sums == digests
 
 
-def test_a_plain_copy_is_a_copy(core: ModuleType) -> None:
-    source = np.random.default_rng(3).integers(0, 256, (5 << 20) + 77, np.uint8)
-    target = np.zeros_like(source)
-    core.memory_copy(target.ctypes.data + 1, source.ctypes.data + 1, source.size - 2, 2)
-    np.testing.assert_array_equal(target[1:-1], source[1:-1])
-    assert target[0] == target[-1] == 0
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("size", [0, 1, 4097, (4 << 20) - 1, (5 << 20) + 77, (12 << 20) + 1, (12 << 20) + 2])
+def test_a_plain_copy_is_a_copy_of_every_byte_and_of_no_other(
+    core: ModuleType, size: int, threads: int
+) -> None:
+    source = np.random.default_rng(3).integers(1, 256, size + 40, np.uint8)
+    for start, shift in ((1, 1), (0, 33), (32, 0)):
+        target = np.zeros_like(source)
+        core.memory_copy(target.ctypes.data + start, source.ctypes.data + shift, size, threads)
+        assert np.array_equal(target[start : start + size], source[shift : shift + size])
+        assert not target[:start].any() and not target[start + size :].any()
 
 
 def test_an_empty_table_is_done_at_once(core: ModuleType) -> None:
