@@ -61,6 +61,13 @@ def test_factors_are_odd_and_no_two_places_of_a_block_share_one() -> None:
         assert (factors % 2 == 1).all()
 
 
+def test_no_two_places_have_equal_or_negated_factors_in_both_halves() -> None:
+    # Or two equal words could become zeros, or change places with others, unnoticed.
+    pairs = set(zip(*(factors.tolist() for factors in scalars.F), strict=True))
+    assert len(pairs) == 4096
+    assert not pairs & {(-low, -high) for low, high in pairs}
+
+
 @quick
 @given(data=st.data())
 def test_parts_add_up_however_the_tensor_is_cut_into_boxes(core: ModuleType, data: st.DataObject) -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from tests.native.tables import BITS, Case, cases, row_of, u64
+from tests.native.tables import BITS, Case, add, cases, digest_of, row_of, u64
 from weightsync._native import layout as col
 
 quick = settings(
@@ -150,6 +150,53 @@ def test_many_small_and_a_few_large_moves_in_one_table_on_several_threads(core: 
     again = np.zeros_like(digests)
     assert program.run(u64(*(target.ctypes.data for target in targets)), None, again) == col.OK
     np.testing.assert_array_equal(again, digests)
+
+
+def test_ten_thousand_small_moves_from_one_slot(core: ModuleType) -> None:
+    count, size = 10_000, 64
+    source = np.random.default_rng(4).integers(0, 2**16, (count, size), np.uint16)
+    target, digests = np.zeros_like(source), np.zeros(count, np.uint64)
+    rows = np.repeat(row_of(source[0])[None], count, axis=0)
+    rows[:, col.INDEX] = np.arange(count) * size
+    rows[:, col.OFFSET] = rows[:, col.INDEX] * source.itemsize
+    starts = np.arange(count, dtype=np.uint64) * np.uint64(source.strides[0])
+    status = core.Program(rows).run(
+        starts + np.uint64(source.ctypes.data), starts + np.uint64(target.ctypes.data), digests, threads=2
+    )
+    assert status == col.OK
+    np.testing.assert_array_equal(target, source)
+    assert add(*digests.tolist()) == digest_of(core, source)
+
+
+def test_threads_change_neither_bytes_nor_digests(core: ModuleType) -> None:
+    # Several units of one tensor, a transposed one, and a cast: threads share digests and the ends of lines.
+    random = np.random.default_rng(6)
+    sources = [
+        random.integers(0, 2**16, 2_500_003, np.uint16)[1:],
+        random.integers(0, 2**16, (900, 1301), np.uint16).T,
+        random.integers(0, 2**32, 1_000_001, np.uint32)[1:],
+    ]
+    buffers = [np.zeros(3 + source.size, np.uint16)[3:].reshape(source.shape) for source in sources]
+    types = [(col.RAW16, col.RAW16), (col.RAW16, col.RAW16), (col.F32, col.BF16)]
+    rows = np.stack(
+        [
+            row_of(source, buffer, src_type=src_type, dst_type=dst_type)
+            for source, buffer, (src_type, dst_type) in zip(sources, buffers, types, strict=True)
+        ]
+    )
+    program = core.Program(rows)
+    found = []
+    for threads in (1, 2, 5):
+        digests = np.zeros(3, np.uint64)
+        for buffer in buffers:
+            buffer[...] = 0
+        status = program.run(
+            u64(*(s.ctypes.data for s in sources)), u64(*(t.ctypes.data for t in buffers)), digests, threads=threads
+        )  # fmt: skip
+        assert status == col.OK
+        found.append(([buffer.tobytes() for buffer in buffers], digests.tolist()))
+    assert found[0] == found[1] == found[2]
+    assert [buffer.tobytes() for buffer in buffers[:2]] == [source.tobytes() for source in sources[:2]]
 
 
 def test_a_large_transposed_matrix_arrives(core: ModuleType) -> None:
