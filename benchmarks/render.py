@@ -17,8 +17,8 @@ Measured by `make bench`, written by `python -m benchmarks.render` from [perform
 
 A ratio is the time over that of a plain copy of the same bytes: the trainer's own tensors, copied to a populated buffer by
 two threads with streaming stores (the fastest loop we have; no digest). The two are taken in turn, and the median
-of the ratios of a run is given. The machine is noisy: compare ratios, not seconds. In each run the received bytes were compared with the published
-ones by an independent CRC, and a wrong byte fails the run. Loopback is not a network.
+of the ratios of a run is given. The machine is noisy: compare ratios, not seconds. In each run the received bytes were
+compared with the published ones by an independent CRC, and a wrong byte fails the run. Loopback is not a network.
 """
 
 

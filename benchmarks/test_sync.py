@@ -15,7 +15,7 @@ from benchmarks.shapes import change, llama_like, make_state, many_small, one_la
 from benchmarks.yardstick import PlainCopyOf, record
 from weightsync.wire.transports.zmq import STREAMS
 
-ROUNDS = 11
+ROUNDS = 9
 
 
 def measure(benchmark, shapes, *, rounds=ROUNDS, **options):
