@@ -35,7 +35,9 @@ int reserve(std::uintptr_t address, std::size_t size) {
   return mmap(pointer(address), size, PROT_NONE, flags, -1, 0) == MAP_FAILED ? errno : 0;
 }
 
-[[noreturn]] void fail(int error, const std::string& step) {
+// Kernels may unmap the target of a move that then fails, so scratch is reserved again whichever step it was.
+[[noreturn]] void fail(int error, const std::string& step, std::uintptr_t scratch, std::size_t size) {
+  reserve(scratch, size);
   throw std::system_error(error, std::generic_category(), "exchange: " + step + "; everything is where it was");
 }
 
@@ -65,19 +67,17 @@ double exchange(std::uintptr_t a, std::uintptr_t b, std::uintptr_t scratch, std:
     keep = 0;
     error = move_pages(a, scratch, size, keep);
   }
-  if (error != 0) fail(error, "move a to scratch");
+  if (error != 0) fail(error, "move a to scratch", scratch, size);
   error = move_pages(b, a, size, keep);
   if (error != 0) {
     move_pages(scratch, a, size, 0);
-    reserve(scratch, size);
-    fail(error, "move b to a");
+    fail(error, "move b to a", scratch, size);
   }
   error = move_pages(scratch, b, size, keep);
   if (error != 0) {
     move_pages(a, b, size, keep);
     move_pages(scratch, a, size, 0);
-    reserve(scratch, size);
-    fail(error, "move scratch to b");
+    fail(error, "move scratch to b", scratch, size);
   }
   const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - started;
   error = reserve(scratch, size);

@@ -21,6 +21,7 @@ int main() {
       TEST(test_a_reader_is_cancelled_or_evicted_while_it_waits),
       TEST(test_an_older_generation_is_refused_although_all_bytes_are_there),
       TEST(test_exchanged_pages_keep_their_contents),
+      TEST(test_whichever_step_fails_everything_is_where_it_was),
       TEST(test_a_failed_exchange_leaves_everything_where_it_was),
       TEST(test_ranges_that_overlap_or_end_within_a_page_are_refused),
       TEST(test_population_keeps_contents_and_reports_what_is_not_mapped),

@@ -4,12 +4,47 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdarg>
 #include <stdexcept>
+#include <string>
 #include <system_error>
 
 #include "check.h"
 #include "pages.h"
 #include "tests.h"
+
+namespace {
+
+// What mremap() is to refuse; the program is linked with --wrap=mremap.
+struct Refused {
+  std::uintptr_t from, to;
+  bool is_old_kernel;  // does not know MREMAP_DONTUNMAP
+};
+Refused refused{};
+
+}  // namespace
+
+extern "C" {
+void* __real_mremap(void* from, std::size_t old_size, std::size_t size, int flags, ...);
+
+void* __wrap_mremap(void* from, std::size_t old_size, std::size_t size, int flags, ...) {
+  std::va_list rest;
+  va_start(rest, flags);
+  void* to = va_arg(rest, void*);
+  va_end(rest);
+  constexpr int kDontUnmap = 4;
+  if (refused.is_old_kernel && (flags & kDontUnmap) != 0) {
+    errno = EINVAL;
+    return MAP_FAILED;
+  }
+  if (reinterpret_cast<std::uintptr_t>(from) == refused.from && reinterpret_cast<std::uintptr_t>(to) == refused.to) {
+    munmap(to, size);  // as kernels do before they look closer
+    errno = ENOMEM;
+    return MAP_FAILED;
+  }
+  return __real_mremap(from, old_size, size, flags, to);
+}
+}
 
 namespace weightsync::testing {
 namespace {
@@ -19,7 +54,8 @@ constexpr std::size_t kSize = std::size_t{1} << 20;
 // A mapping that ends with its owner; nothing may be mapped over it but by exchange().
 class Range {
  public:
-  explicit Range(int protection) : start_(mmap(nullptr, kSize, protection, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)) {
+  explicit Range(int protection, int kind = MAP_PRIVATE)
+      : start_(mmap(nullptr, kSize, protection, kind | MAP_ANONYMOUS, -1, 0)) {
     CHECK(start_ != MAP_FAILED);
   }
   Range(const Range&) = delete;
@@ -36,6 +72,12 @@ class Range {
   void* start_;
 };
 
+bool is_mapped(const Range& range) {
+  void* start = reinterpret_cast<void*>(range.address());
+  void* got = mmap(start, kSize, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
+  return got == MAP_FAILED && errno == EEXIST;
+}
+
 }  // namespace
 
 void test_exchanged_pages_keep_their_contents() {
@@ -47,8 +89,34 @@ void test_exchanged_pages_keep_their_contents() {
     CHECK(a.is_all(turn % 2 == 0 ? 2 : 1) && b.is_all(turn % 2 == 0 ? 1 : 2));
   }
   // Reserved again: nothing else is placed there, and nothing can be read.
-  CHECK(mmap(reinterpret_cast<void*>(scratch.address()), kSize, PROT_NONE,
-             MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0) == MAP_FAILED);
+  CHECK(is_mapped(scratch));
+}
+
+void test_whichever_step_fails_everything_is_where_it_was() {
+  for (int turn = 0; turn < 12; ++turn) {
+    const int kind = turn % 2 == 0 ? MAP_SHARED : MAP_PRIVATE;
+    const Range a(PROT_READ | PROT_WRITE, kind), b(PROT_READ | PROT_WRITE, kind), scratch(PROT_NONE);
+    std::fill_n(a.bytes(), kSize, 1);
+    std::fill_n(b.bytes(), kSize, 2);
+    const Refused steps[] = {{a.address(), scratch.address(), turn >= 6},
+                             {b.address(), a.address(), turn >= 6},
+                             {scratch.address(), b.address(), turn >= 6}};
+    const char* const names[] = {"move a to scratch", "move b to a", "move scratch to b"};
+    refused = steps[turn / 2 % 3];
+    std::string text;
+    try {
+      exchange(a.address(), b.address(), scratch.address(), kSize);
+    } catch (const std::system_error& error) {
+      CHECK(error.code().value() == ENOMEM);
+      text = error.what();
+    }
+    refused = {0, 0, turn >= 6};
+    CHECK(text.find(names[turn / 2 % 3]) != std::string::npos);
+    CHECK(a.is_all(1) && b.is_all(2) && is_mapped(scratch));
+    exchange(a.address(), b.address(), scratch.address(), kSize);
+    CHECK(a.is_all(2) && b.is_all(1) && is_mapped(scratch));
+    refused = {};
+  }
 }
 
 void test_a_failed_exchange_leaves_everything_where_it_was() {

@@ -15,6 +15,7 @@ void test_a_reader_is_cancelled_or_evicted_while_it_waits();
 void test_an_older_generation_is_refused_although_all_bytes_are_there();
 
 void test_exchanged_pages_keep_their_contents();
+void test_whichever_step_fails_everything_is_where_it_was();
 void test_a_failed_exchange_leaves_everything_where_it_was();
 void test_ranges_that_overlap_or_end_within_a_page_are_refused();
 void test_population_keeps_contents_and_reports_what_is_not_mapped();

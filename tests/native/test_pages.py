@@ -11,6 +11,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from weightsync._native import pages
 from weightsync.segment import Mapping, Segment, reserve, unmap
 
 SIZE = 4 << 20
@@ -64,6 +65,33 @@ def test_after_an_exchange_another_mapping_of_the_segment_still_sees_what_is_wri
     back.array[:] = 7
     assert set(np.unique(wire.array)) == {7}
     segment.close()
+
+
+STEPS = ["move a to scratch", "move b to a", "move scratch to b"]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_whichever_step_of_the_pure_twin_fails_everything_is_where_it_was(
+    pure: ModuleType, scratch: int, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The compiled core's steps are made to fail in csrc/tests.
+    a, b = filled(1), filled(2)
+    names = {"a": a.address, "b": b.address, "scratch": scratch}
+    refused = tuple(names[name] for name in step.split()[1::2])
+    move = pages._move
+
+    def fail(source: int, target: int, size: int, keep: int) -> int:
+        if (source, target) == refused:
+            unmap(target, size)  # as kernels do before they look closer
+            return errno.ENOMEM
+        return move(source, target, size, keep)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pages, "_move", fail)
+        with pytest.raises(OSError, match=step):
+            pure.exchange(a.address, b.address, scratch, SIZE)
+    assert (set(np.unique(a.array)), set(np.unique(b.array))) == ({1}, {2})
+    assert permissions(scratch) == "---p"
 
 
 def test_a_failed_step_is_named_and_everything_is_where_it_was(core: ModuleType, scratch: int) -> None:

@@ -52,7 +52,7 @@ def exchange(a: int, b: int, scratch: int, size: int) -> float:
         keep = 0
         error = _move(a, scratch, size, keep)
     if error:
-        raise _failure("move a to scratch", error, scratch, size, has_moved=False)
+        raise _failure("move a to scratch", error, scratch, size)
     error = _move(b, a, size, keep)
     if error:
         _move(scratch, a, size, 0)
@@ -97,7 +97,6 @@ def _reserve(scratch: int, size: int) -> int:
     return ctypes.get_errno() if got == _FAILED else 0
 
 
-def _failure(step: str, error: int, scratch: int, size: int, *, has_moved: bool = True) -> OSError:
-    if has_moved:
-        _reserve(scratch, size)
+def _failure(step: str, error: int, scratch: int, size: int) -> OSError:
+    _reserve(scratch, size)  # kernels may unmap the target of a move that then fails
     return OSError(error, f"exchange: {step}: {os.strerror(error)}; everything is where it was")
