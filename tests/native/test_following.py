@@ -107,11 +107,12 @@ def test_a_watermark_that_stands_still_is_a_timeout(slot: Slot) -> None:
 
 
 def test_a_slow_writer_is_no_timeout_as_long_as_it_advances(slot: Slot) -> None:
-    thread = threading.Thread(target=slot.read, kwargs={"timeout_s": 0.4})
+    slot.fill(SIZE - 45)  # the reader waits for the last unit, longer than its timeout
+    thread = threading.Thread(target=slot.read, kwargs={"timeout_s": 0.6})
     thread.start()
-    for part in range(1, 9):
-        time.sleep(0.1)
-        slot.fill(SIZE * part // 8)
+    for left in range(44, -1, -1):
+        time.sleep(0.02)
+        slot.fill(SIZE - left)
     thread.join(DEADLINE_S)
     assert slot.status == col.OK
 
@@ -135,10 +136,15 @@ def test_an_older_generation_is_refused_although_all_bytes_are_there(slot: Slot)
     assert slot.read(generation=GENERATION - 1) == col.EVICTED
 
 
-def test_a_generation_that_ends_during_the_last_unit_is_noticed(slot: Slot) -> None:
-    # The follower's own watermark is the head's generation: finishing the first unit ends the generation.
+def test_a_generation_that_ends_during_the_last_unit_is_noticed(core: ModuleType, slot: Slot) -> None:
+    # The follower's own watermark is the head's generation: finishing the only unit ends the generation.
     slot.fill(SIZE)
-    assert slot.read(progress=slot.head.ctypes.data) == col.EVICTED
+    row = row_of(slot.source[:4096])
+    status = core.Program(row[None]).run(
+        u64(slot.slot.ctypes.data), u64(slot.target.ctypes.data), None,
+        progress=slot.head.ctypes.data, follow=slot.head.ctypes.data, generation=GENERATION,
+    )  # fmt: skip
+    assert (status, slot.head[0]) == (col.EVICTED, 4096)
 
 
 def test_a_cancelled_run_does_not_start(slot: Slot) -> None:
