@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,9 @@ from weightsync.types import DTYPES, DType
 from weightsync.wire.layout import Layout, TensorSpec, lay_out
 from weightsync.wire.transport import LocalSlot, SlotHeaders
 
+_FACTS = attrgetter(
+    "dtype", "shape", "is_cpu"
+)  # with `map`, half the time of a comprehension over 10,000 tensors
 WireDType = torch.dtype | Mapping[str, torch.dtype] | None
 
 
@@ -33,7 +37,7 @@ class Staging:
         self.layout = _layout_of(entries, wires)
         self._wires = wires
         self._offsets = np.array([shard.offset for shard in self.layout.shards], np.uint64)
-        self._signature: list[tuple[torch.dtype, tuple[int, ...], bool]] = []
+        self._signature: list[Any] = []
         self._program: _native.Program | None = None
         self.slots = [_make_slot(f"weightsync-slot-{s}", self.layout.slot_bytes) for s in range(slots)]
         self.header = _make_slot("weightsync-header", HUGE_PAGE)
@@ -46,16 +50,15 @@ class Staging:
         """
         tensors: list[Any] = [entry.home.get(entry.key) for entry in self._entries]
         try:
-            signature = [(tensor.dtype, tensor.stride(), tensor.is_cpu) for tensor in tensors]
-        except (AttributeError, RuntimeError):  # gone, or of a kind without strides
+            signature = list(zip(map(_FACTS, tensors), map(torch.Tensor.stride, tensors), strict=True))
+        except (AttributeError, RuntimeError, TypeError):  # gone, or of a kind without strides
             self._refuse_unfit(tensors)
             raise
         if signature != self._signature:
             self._refuse_unfit(tensors)
             self._compile(tensors)
             self._signature = signature
-        self._refuse_reshaped(tensors)
-        sources = np.fromiter((tensor.data_ptr() for tensor in tensors), np.uint64, len(tensors))
+        sources = np.fromiter(map(torch.Tensor.data_ptr, tensors), np.uint64, len(tensors))
         if not sources.all():
             self._refuse_freed(tensors)
         digests = np.zeros(len(tensors), np.uint64)
