@@ -24,7 +24,9 @@ class Gate:
     def __init__(self, swap: Callable[[], Callable[[], None] | None], drain_timeout_s: float) -> None:
         self._swap = swap
         self._drain_timeout_s = drain_timeout_s
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._waiting = 0
         self._readers = 0
         self._is_pending = False
         self._is_shut = False
@@ -56,7 +58,7 @@ class Gate:
         if self.is_inside():
             raise UsageError("this would wait for the step that it is called from; leave the step first")
         with self._changed:
-            if not self._changed.wait_for(lambda: self._readers == 0, timeout_s):
+            if not self._wait_for(lambda: self._readers == 0, timeout_s):
                 raise SyncTimeoutError(f"{self._readers} steps were still open after {timeout_s:g} s")
             yield
 
@@ -84,11 +86,22 @@ class Gate:
         self._is_pending = False
         return self._swap()
 
+    def _wait_for(self, met: Callable[[], bool], timeout_s: float) -> bool:
+        """Called locked. Waiters are counted so that leaving a step costs nothing when there is none."""
+        self._waiting += 1
+        try:
+            return self._changed.wait_for(met, timeout_s)
+        finally:
+            self._waiting -= 1
+
     def _enter(self, is_nested: bool) -> None:
-        with self._changed:
+        with self._lock:
+            if not self._is_pending:  # the usual case
+                self._readers += 1
+                return
             entered, after = self._try_enter(is_nested, False)
             if not entered:
-                drained = self._changed.wait_for(
+                drained = self._wait_for(
                     lambda: not self._readers or not self._is_pending, self._drain_timeout_s
                 )
                 self.drains_missed += not drained
@@ -117,9 +130,9 @@ class Gate:
                 raise
 
     def _leave(self) -> None:
-        with self._changed:
+        with self._lock:
             self._readers -= 1
-            if not self._readers:
+            if not self._readers and self._waiting:
                 self._changed.notify_all()
 
 
