@@ -97,7 +97,8 @@ def main() -> None:
         i = iperf[0][1]
         parts += [
             "## `zmq` over loopback\n",
-            f"Reads {i['read_gib_per_s']:.2f} GiB/s, verified, into the back buffer; iperf3 with as many streams moves "
+            f"A late joiner reads a sealed slot at {i['read_gib_per_s']:.2f} GiB/s, verified, into its "
+            f"back buffer; iperf3 with as many streams moves "
             f"{i['iperf3_gib_per_s']:.2f} GiB/s and throws the bytes away: **{i['of_iperf3']:.2f}** of it.\n",
         ]
     parts += ["## Native core, 1 GiB read\n", core_table(data)]

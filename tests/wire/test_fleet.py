@@ -244,3 +244,16 @@ def test_a_version_that_every_adopter_refused_makes_room_for_the_next(fleet):
     sent(fleet, b"b")
     fleet.receive(b"b", m.Pull(EPOCH, 1), 0.0)
     assert sent(fleet, b"b") == [], "a slot that was taken is offered to nobody"
+
+
+def test_a_late_joiner_is_remembered_and_waited_for_by_nobody(fleet):
+    early = join(fleet, "early")
+    publish(fleet, 1)
+    fleet.receive(early, m.Live(EPOCH, 1, 0.0), 1.0)
+    late = join(fleet, "late", 50.0)
+    record = fleet.record(1)
+    assert record is not None and record.missing("live") == []
+    fleet.receive(late, m.Live(EPOCH, 1, 0.0), 60.0)
+    fleet.receive(late, m.Bye(EPOCH), 61.0)
+    assert record.members["late"].live_s == 60.0
+    assert record.reached("live") == 1.0

@@ -48,7 +48,8 @@ class SlotState:
 
 @dataclass(slots=True)
 class VersionRecord:
-    """What became of one version; `members` holds those that were there when it began."""
+    """What became of one version; `members` holds those that were there when it began, and of those that came `late` the
+    ones that it went live on (nobody waits for them)."""
 
     version: int
     started: float
@@ -56,6 +57,7 @@ class VersionRecord:
     sealed: float | None = None
     aborted: str | None = None
     lost: set[str] = field(default_factory=set)
+    late: set[str] = field(default_factory=set)
 
     def missing(self, stage: str) -> list[str]:
         """Members that have not reached `stage` ("ready" or "live") and still may."""
@@ -70,7 +72,7 @@ class VersionRecord:
         times = [
             report.ready_s if stage == "ready" else report.live_s
             for label, report in self.members.items()
-            if label not in self.lost
+            if label not in self.lost and label not in self.late
         ]
         return None if not times or None in times else max(t for t in times if t is not None)
 
@@ -358,6 +360,9 @@ class Fleet:
     def _live(self, member: Member, message: m.Live, now: float) -> None:
         member.live_version = message.version
         for record in self.records:
+            if record.version == message.version and member.label not in record.members:
+                record.late.add(member.label)
+                record.members[member.label] = MemberReport(member.transport)
             report = record.members.get(member.label)
             if report is not None and record.version <= message.version and report.live_s is None:
                 report.live_s, report.error = now - record.started, None
