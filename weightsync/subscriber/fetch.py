@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -67,7 +68,7 @@ def pull(
     }
     subscriber = _Puller(
         address, tensors, transport=transport, keys=keys, insecure=insecure, timeout_s=timeout_s,
-        name=f"pull:{os.getpid()}",
+        name=f"pull:{os.getpid()}.{secrets.token_hex(2)}",
     )  # fmt: skip
     done = threading.Event()
     watcher = threading.Thread(
