@@ -30,7 +30,6 @@ class Member:
     welcomed: bool = False
     newer_than: int | None = None
     live_version: int | None = None
-    verified_version: int = 0
     state: str = "joining"
     transport: str = ""
     error: str | None = None
@@ -254,13 +253,11 @@ class Fleet:
         ]
 
     def laggards(self, version: int) -> list[str]:
-        """Members whose next step would still serve a version below `version`."""
+        """Servers whose live version is below `version`, idle ones too."""
         return [
             f"{member.label} (live {member.live_version})"
             for member in self.members.values()
-            if member.welcomed
-            and member.hello.role == "server"
-            and max(member.live_version or 0, member.verified_version) < version
+            if member.welcomed and member.hello.role == "server" and (member.live_version or 0) < version
         ]
 
     def status(self, now: float) -> FleetStatus:
@@ -349,7 +346,7 @@ class Fleet:
                 slot.leases[member.hello.instance] = PINNED
             else:
                 del slot.leases[member.hello.instance]
-        member.error, member.verified_version = None, message.version
+        member.error = None
         for record in self.records:
             report = record.members.get(member.label)
             if report is not None and record.version <= message.version and report.ready_s is None:
