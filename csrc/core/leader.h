@@ -2,12 +2,14 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 namespace weightsync {
 
 enum class Status : int { kOk = 0, kTimeout = 1, kCancelled = 2, kEvicted = 3 };
 
-// Shared with another process, which writes it.
+// Shared with another process, which writes it: to open a slot for a new use, the watermark is cleared first, then the
+// generation grows.
 struct Head {
   std::uint64_t generation;
   std::uint64_t watermark;
@@ -22,10 +24,12 @@ class Leader {
   // kOk, kCancelled or kEvicted. What was read from the slot before a kOk was not overwritten meanwhile.
   Status check() const;
 
-  // Waits until slot bytes below `end` are there; kTimeout when the watermark stands still for that long.
+  // Waits until the slot is open and its bytes below `end` are there; kTimeout when neither advances for that long.
   Status wait_until(std::uint64_t end) const;
 
  private:
+  std::optional<std::uint64_t> watermark() const;
+
   const Head* head_;
   std::uint64_t generation_;
   double timeout_s_;

@@ -19,6 +19,7 @@ int main() {
       TEST(test_a_reader_follows_a_writer),
       TEST(test_a_watermark_that_stands_still_is_a_timeout),
       TEST(test_a_reader_is_cancelled_or_evicted_while_it_waits),
+      TEST(test_a_reader_waits_until_the_slot_is_opened),
       TEST(test_an_older_generation_is_refused_although_all_bytes_are_there),
       TEST(test_exchanged_pages_keep_their_contents),
       TEST(test_whichever_step_fails_everything_is_where_it_was),

@@ -89,6 +89,26 @@ void test_a_reader_is_cancelled_or_evicted_while_it_waits() {
   }
 }
 
+void test_a_reader_waits_until_the_slot_is_opened() {
+  Slot slot;
+  slot.head = {6, kBytes};
+  RunOptions options;
+  options.timeout_s = 0.02;
+  CHECK(slot.read(options) == Status::kTimeout);
+  std::mt19937_64 random(6);
+  const Bytes source = random_bytes(random, kBytes);
+  std::thread writer([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    __atomic_store_n(&slot.head.watermark, 0, __ATOMIC_RELEASE);
+    __atomic_store_n(&slot.head.generation, 7, __ATOMIC_RELEASE);
+    std::copy(source.begin(), source.end(), slot.bytes.begin());
+    __atomic_store_n(&slot.head.watermark, kBytes, __ATOMIC_RELEASE);
+  });
+  CHECK(slot.read({}) == Status::kOk);
+  writer.join();
+  CHECK(slot.copy == source);
+}
+
 void test_an_older_generation_is_refused_although_all_bytes_are_there() {
   Slot slot;
   slot.head = {8, kBytes};

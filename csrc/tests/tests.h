@@ -12,6 +12,7 @@ void test_bad_rows_are_named();
 void test_a_reader_follows_a_writer();
 void test_a_watermark_that_stands_still_is_a_timeout();
 void test_a_reader_is_cancelled_or_evicted_while_it_waits();
+void test_a_reader_waits_until_the_slot_is_opened();
 void test_an_older_generation_is_refused_although_all_bytes_are_there();
 
 void test_exchanged_pages_keep_their_contents();

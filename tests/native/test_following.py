@@ -136,6 +136,41 @@ def test_an_older_generation_is_refused_although_all_bytes_are_there(slot: Slot)
     assert slot.read(generation=GENERATION - 1) == col.EVICTED
 
 
+def test_a_reader_waits_for_a_slot_that_is_not_open_yet(slot: Slot) -> None:
+    slot.head[:] = GENERATION - 1, SIZE  # all bytes of the use before are there
+    thread = threading.Thread(target=slot.read)
+    thread.start()
+    thread.join(0.05)
+    assert thread.is_alive()
+    assert not slot.target.any()
+    slot.head[1] = 0
+    slot.head[0] = GENERATION
+    slot.fill(SIZE)
+    thread.join(DEADLINE_S)
+    assert slot.status == col.OK
+    assert slot.has_taken(SIZE)
+
+
+def test_a_slot_that_is_never_opened_is_a_timeout(slot: Slot) -> None:
+    slot.head[:] = GENERATION - 1, SIZE
+    started = time.monotonic()
+    assert slot.read(timeout_s=0.05) == col.TIMEOUT
+    assert 0.05 <= time.monotonic() - started < 5
+
+
+def test_a_reader_that_waits_for_a_slot_to_open_is_cancelled_or_finds_it_reused(slot: Slot) -> None:
+    for word, value, status in ((slot.cancel, 1, col.CANCELLED), (slot.head, GENERATION + 1, col.EVICTED)):
+        slot.head[:], slot.cancel[:] = (GENERATION - 1, SIZE), 0
+        thread = threading.Thread(target=slot.read)
+        thread.start()
+        thread.join(0.02)
+        assert thread.is_alive()
+        word[0] = value
+        thread.join(DEADLINE_S)
+        assert slot.status == status
+    assert not slot.target.any()
+
+
 def test_a_generation_that_ends_during_the_last_unit_is_noticed(core: ModuleType, slot: Slot) -> None:
     # The follower's own watermark is the head's generation: finishing the only unit ends the generation.
     slot.fill(SIZE)

@@ -38,8 +38,9 @@ class Program:
         `src`, `dst`: absolute address of each move's first element; without `dst` nothing is written. `digests`: out,
         one sum for each move, of the destination's bits. After a status other than OK, what was written is undefined.
         `progress`: address of a u64 that gets the watermark: slot bytes below it are done.
-        `follow`: address of {u64 generation, u64 watermark}; a unit starts when its source bytes are below the
-        watermark. EVICTED if the generation is or becomes another, TIMEOUT if the watermark stands still that long.
+        `follow`: address of {u64 generation, u64 watermark}; a unit starts when the generation has come and its source
+        bytes are below the watermark. EVICTED if the generation is or becomes newer, TIMEOUT if neither advances for
+        that long. Whoever writes them clears the watermark before the generation grows.
         `cancel`: address of a u32; nonzero ends the run before the next unit.
         """
 

@@ -169,24 +169,30 @@ class _Leader:
     def check(self) -> None:
         if self._cancel is not None and self._cancel.value:
             raise _Stop(col.CANCELLED)
-        if self._head is not None and self._head[0] != self._generation:
+        if self._head is not None and self._head[0] > self._generation:
             raise _Stop(col.EVICTED)
 
     def wait_until(self, end: int) -> None:
-        self.check()
-        if self._head is None:
-            return
-        seen = self._head[1]
+        seen: int | None = None
         deadline = time.monotonic() + self._timeout_s
-        while seen < end:
+        while True:
             self.check()
+            mark = self._watermark(end)
+            if mark is not None and mark >= end:
+                return
             now = time.monotonic()
-            if now >= deadline:
+            if mark != seen:
+                seen = mark
+                deadline = now + self._timeout_s
+            elif now >= deadline:
                 raise _Stop(col.TIMEOUT)
             time.sleep(50e-6)
-            if self._head[1] != seen:
-                seen = self._head[1]
-                deadline = now + self._timeout_s
+
+    def _watermark(self, end: int) -> int | None:
+        """None while the slot is not open. The generation is read first, so that the watermark is of no older use."""
+        if self._head is None:
+            return end
+        return self._head[1] if self._head[0] >= self._generation else None
 
 
 def memory_copy(dst: int, src: int, size: int, threads: int = 1) -> None:

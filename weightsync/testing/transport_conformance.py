@@ -164,6 +164,27 @@ class TransportConformance:
         assert not reading.is_alive()
         assert np.array_equal(job.digests, expected[bench.plan.shards])
 
+    def test_reading_may_begin_before_the_slot_is_opened(
+        self, bench: _Bench, model: dict[str, torch.Tensor]
+    ) -> None:
+        bench.stage(0, 1)
+        model["large"].add_(1.0)
+        job = bench.job(generation=2)
+        reading = threading.Thread(target=bench.reader.read, args=(job,))
+        reading.start()
+        reading.join(0.1)
+        assert reading.is_alive()
+        expected = bench.stage(0, 2)
+        reading.join(_TIMEOUT_S)
+        assert not reading.is_alive()
+        assert np.array_equal(job.digests, expected[bench.plan.shards])
+        assert torch.equal(bench.received()[0], model["large"])
+
+    def test_a_slot_that_is_never_opened_ends_in_a_timeout(self, bench: _Bench) -> None:
+        bench.stage(0, 1)
+        with pytest.raises(SyncTimeoutError):
+            bench.reader.read(bench.job(generation=2, timeout_s=0.3))
+
     def test_a_reused_slot_is_an_eviction(self, bench: _Bench) -> None:
         bench.stage(0, 2)
         with pytest.raises(EvictedError):

@@ -2,7 +2,8 @@
 
 The reader asks for ranges of a slot with a window of requests on each stream; the exporter answers with frames that
 point into the slot (no copy). A received frame is digested while it is copied to its final place, still warm in cache.
-Requests ahead of the staging watermark wait at the exporter, so staging and transfer overlap.
+Requests ahead of the staging watermark, or for a use of the slot still to come, wait at the exporter, so staging and
+transfer overlap.
 """
 
 from __future__ import annotations
@@ -144,17 +145,15 @@ class ZmqExporter(Exporter):
             self._views[request.slot]
         ):
             self._reply(route, request, _REFUSED, b"")
-        elif self._headers.generation(request.slot) != request.generation:
+            return
+        generation = self._headers.generation(request.slot)  # before the watermark, which is cleared first
+        end = request.offset + request.length
+        if generation > request.generation:
             self._reply(route, request, _EVICTED, b"")
-        elif self._headers.watermark(request.slot) < request.offset + request.length:
+        elif generation < request.generation or self._headers.watermark(request.slot) < end:
             self._parked.append((route, request))
         else:
-            self._reply(
-                route,
-                request,
-                _OK,
-                self._views[request.slot][request.offset : request.offset + request.length],
-            )
+            self._reply(route, request, _OK, self._views[request.slot][request.offset : end])
 
     def _reply(self, route: bytes, request: _Request, status: int, data: memoryview | bytes) -> None:
         head = _REPLY.pack(request.serial, status, 0)
