@@ -35,6 +35,7 @@ def stage(plans: Plans, logical: list[np.ndarray], rank: int) -> np.ndarray:
     slot = np.full(int(plans.slot_bytes[rank]), 0xEE, np.uint8)
     staged, own = plans.staging(rank), rows_of(plans.sources, rank)
     assert len(staged.shard) == len(staged.tensor)
+    assert (staged.offset[1:] >= staged.offset[:-1] + staged.size[:-1]).all()
     for t, a, b, offset, size, shard in zip(
         staged.tensor, staged.start, staged.stop, staged.offset, staged.size, staged.shard, strict=True
     ):
@@ -42,7 +43,7 @@ def stage(plans: Plans, logical: list[np.ndarray], rank: int) -> np.ndarray:
         assert plans.sources.shards.tensor[row] == t
         assert (plans.sources.shards.start[row] <= a).all() and (b <= plans.sources.shards.stop[row]).all()
         data = np.ascontiguousarray(logical[t][region(a, b)])
-        assert offset % data.itemsize == 0 and data.nbytes == size
+        assert offset % 64 == 0 and data.nbytes == size
         slot[offset : offset + size] = data.reshape(-1).view(np.uint8)
     return slot
 

@@ -7,11 +7,12 @@ leave one source are put in an order that gives each reader few contiguous range
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from weightsync.config import TENSOR_ALIGNMENT
 from weightsync.errors import LayoutError
 from weightsync.moves import Int64s
 from weightsync.wire.boxes import box_text, cut_cells, intersect, subtract, unfold, volumes
@@ -27,9 +28,11 @@ _MAX_LISTED = 1000
 
 
 def plan_fleet(
-    tensors: TensorTable, sources: Side, targets: Side, *, range_cost_bytes: int = RANGE_COST_BYTES
-) -> Plans:
-    """Every element that a destination wants, from exactly one source.
+    tensors: TensorTable, sources: Side, targets: Side, *, range_cost_bytes: int = RANGE_COST_BYTES,
+    spare: int | None = None,
+) -> Plans:  # fmt: skip
+    """Every element that a destination wants, from exactly one source. `spare`: a destination that gets only what no
+    other wants.
 
     Both sides must hold and want bytes of the same element size (`tensors.itemsize`). Raises LayoutError for boxes
     outside their tensors, and one LayoutError that lists all boxes wanted but held by nobody.
@@ -38,6 +41,9 @@ def plan_fleet(
     refuse_outside(tensors, targets.shards, "destination")
     holders, readers = RankSets(), RankSets()
     cut = _cut_pieces(tensors, sources, targets, holders, readers)
+    if spare is not None:
+        wanted_by = _unless_shared(spare, readers)[cut.demand.readers]
+        cut = replace(cut, demand=replace(cut.demand, readers=wanted_by))
     tiers = distances(sources, targets)
     chosen, even_bytes = choose_holders(cut.demand, cut.held_by, holders, readers, tiers)
     return _lay_out(tensors, sources, targets, cut, chosen, even_bytes, readers, range_cost_bytes)
@@ -52,8 +58,19 @@ class _Cut:
     demand: Parcels
     held_by: Int32s
     patterns: int
-    bytes_needed: int
     distinct_bytes: int
+
+
+def _unless_shared(rank: int, sets: RankSets) -> Int32s:
+    """The number that each set has without `rank`; a set of this rank alone stays."""
+    all_sets = [sets[number] for number in range(len(sets))]
+    return np.array(
+        [
+            sets.number(ranks[ranks != rank]) if len(ranks) > 1 else number
+            for number, ranks in enumerate(all_sets)
+        ],
+        np.int32,
+    )
 
 
 def _cut_pieces(
@@ -66,13 +83,12 @@ def _cut_pieces(
         (none, none, none.astype(np.int64), none, none)
     ]
     gaps: list[str] = []
-    pieces = count = needed = distinct = 0
+    pieces = count = distinct = 0
     for pattern in find_patterns(tensors, sources, targets, holders, readers):
         count += 1
         wanted = cut_cells(pattern.wanted.start, pattern.wanted.stop)
         wanted_by = cell_sets(wanted, pattern.wanted, readers)
         sizes = volumes(wanted.start, wanted.stop)
-        needed += int((readers.sizes()[wanted_by] * sizes).sum()) * pattern.itemsize
         distinct += int(sizes.sum()) * pattern.itemsize * len(pattern.tensors)
         held = cut_cells(pattern.held.start, pattern.held.stop)
         held_by = cell_sets(held, pattern.held, holders)
@@ -108,8 +124,7 @@ def _cut_pieces(
     del rows
     demand = Parcels(np.zeros(0, np.int32), tensor, piece, size.astype(np.int64), wanted_rows)
     return _Cut(
-        np.concatenate(starts), np.concatenate(stops), demand, held_rows, count, needed,
-        distinct,
+        np.concatenate(starts), np.concatenate(stops), demand, held_rows, count, distinct
     )  # fmt: skip
 
 
@@ -146,7 +161,7 @@ def _lay_out(
     readers: RankSets,
     range_cost: int,
 ) -> Plans:
-    """Put parcels into regions, regions into slots."""
+    """Put parcels into regions, regions into slots. Each parcel starts where streaming stores may."""
     key = chosen.source.astype(np.int64) * len(readers) + chosen.readers
     groups, group_of = _distinct(key, sources.ranks * len(readers))
     source, wanted_by = groups // len(readers), (groups % len(readers)).astype(np.int32)
@@ -169,25 +184,24 @@ def _lay_out(
     parcel, region = _spread(
         group_of, len(groups), np.concatenate([empty, *group_rows]), np.concatenate([empty, *region_rows])
     )
-    order = _slot_order(
-        region, tensors.itemsize[chosen.tensor[parcel]], chosen.tensor[parcel], chosen.piece[parcel]
-    )
+    by_box = np.empty(len(cut.start), np.int64)
+    by_box[np.lexsort(cut.start.T[::-1])] = np.arange(len(cut.start))
+    order = _slot_order(region, chosen.tensor[parcel], by_box[chosen.piece[parcel]])
     parcel, region = parcel[order], region[order]
     size = chosen.size[parcel]
     first = np.searchsorted(region, np.arange(count + 1)).astype(np.int64)
     total = np.concatenate([[0], np.cumsum(size)])
-    region_bytes = total[first[1:]] - total[first[:-1]]
-    unit = int(tensors.itemsize.max(initial=1))
-    padded = -(-region_bytes // unit) * unit
-    begins = np.concatenate([[0], np.cumsum(padded)])
-    slot_begin = begins[np.searchsorted(rank_of, np.arange(sources.ranks + 1))]
-    region_offset = begins[:-1] - slot_begin[rank_of]
+    begins = np.concatenate([[0], np.cumsum(-(-size // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT)])
+    slot_begin = begins[first[np.searchsorted(rank_of, np.arange(sources.ranks + 1))]]
+    offset = begins[:-1] - slot_begin[rank_of[region]]
+    last = first[1:] - 1
+    bytes_needed = int((readers.sizes()[cut.demand.readers] * cut.demand.size).sum())
     wanted_first, wanted_regions = _regions_per_target(numbers, readers, targets.ranks)
     return Plans(
         tensors, sources, targets, cut.start, cut.stop, chosen.tensor[parcel], chosen.piece[parcel], size,
-        total[:-1] + (region_offset - total[first[:-1]])[region], first, rank_of, region_offset, region_bytes, numbers,
-        readers, wanted_first, wanted_regions, np.diff(slot_begin), cut.patterns, cut.bytes_needed, cut.distinct_bytes,
-        even_bytes,
+        offset, first, rank_of, offset[first[:-1]], offset[last] + size[last], total[first[1:]] - total[first[:-1]],
+        numbers, readers, wanted_first, wanted_regions, np.diff(slot_begin), cut.patterns, bytes_needed,
+        cut.distinct_bytes, even_bytes,
     )  # fmt: skip
 
 
@@ -216,14 +230,12 @@ def _spread(group_of: Int64s, groups: int, group_rows: Int64s, region_rows: Int6
     return np.repeat(np.arange(len(group_of)), repeats), region_rows[unfold(first[group_of], repeats)]
 
 
-def _slot_order(region: Int64s, itemsize: Int64s, tensor: Int32s, piece: Int32s) -> npt.NDArray[np.int64]:
-    """By region; in it large elements first, so that all stay aligned without padding; then by tensor and box."""
-    rank = np.unique(-itemsize, return_inverse=True)[1] if len(itemsize) else itemsize
-    limits = [int(column.max(initial=0)) + 1 for column in (region, rank, tensor, piece)]
-    if limits[0] * limits[1] * limits[2] * limits[3] < 1 << 63:
-        key = ((region * limits[1] + rank) * limits[2] + tensor) * limits[3] + piece
-        return np.argsort(key, kind="stable")
-    return np.lexsort((piece, tensor, rank, region))
+def _slot_order(region: Int64s, tensor: Int32s, box: Int64s) -> npt.NDArray[np.int64]:
+    """By region, then by tensor and box."""
+    limits = [int(column.max(initial=0)) + 1 for column in (region, tensor, box)]
+    if limits[0] * limits[1] * limits[2] < 1 << 63:
+        return np.argsort((region * limits[1] + tensor) * limits[2] + box, kind="stable")
+    return np.lexsort((box, tensor, region))
 
 
 def _regions_per_target(numbers: Int32s, readers: RankSets, targets: int) -> tuple[Int64s, Int64s]:

@@ -56,9 +56,10 @@ class Staging:
 @dataclass(frozen=True, slots=True)
 class Plans:
     """All moves between two sides. Parcel `p` is piece `piece[p]` of `tensor[p]`, at byte `offset[p]` of its source's
-    slot; region `r` is parcels `region_first[r] : region_first[r + 1]` of `region_source[r]`, all read by the ranks
-    `readers[region_readers[r]]`. Regions are ordered by source and place. `wanted_first`, `wanted_regions`: which
-    regions each destination reads. `bytes_needed`: distinct wanted bytes, summed over destinations;
+    slot, a multiple of 64; region `r` is parcels `region_first[r] : region_first[r + 1]` of `region_source[r]`, at bytes
+    `region_offset[r] : region_stop[r]`, all read by the ranks `readers[region_readers[r]]`; `region_bytes` is without
+    the padding between parcels. Regions are ordered by source and place. `wanted_first`, `wanted_regions`: which regions
+    each destination reads. `bytes_needed`: distinct wanted bytes, summed over destinations;
     `distinct_bytes`: those that anyone wants, counted once.
     """
 
@@ -74,6 +75,7 @@ class Plans:
     region_first: Int64s
     region_source: Int32s
     region_offset: Int64s
+    region_stop: Int64s
     region_bytes: Int64s
     region_readers: Int32s
     readers: RankSets
@@ -104,14 +106,13 @@ class Plans:
         )  # fmt: skip
 
     def ranges(self, target: int) -> Ranges:
-        """The reads of one destination rank. Padding between regions (less than an element each) is read along."""
+        """The reads of one destination rank. Padding between parcels is read along."""
         regions = self._regions_of(target)
         begins = np.flatnonzero(self._begins_range(regions))
         ends = np.append(begins[1:], len(regions)) - 1
         first, last = regions[begins], regions[ends] if len(begins) else regions[:0]
         offset = self.region_offset[first]
-        stop = self.region_offset[last] + self.region_bytes[last]
-        return Ranges(self.region_source[first], offset, stop - offset)
+        return Ranges(self.region_source[first], offset, self.region_stop[last] - offset)
 
     def staging(self, source: int) -> Staging:
         """The slot of one source rank."""
@@ -124,7 +125,8 @@ class Plans:
         return Staging(tensor, start, stop, self.offset[parcels], self.size[parcels], shard[once])
 
     def pairs(self) -> tuple[Int32s, Int32s, Int64s, Int64s]:
-        """Source, destination, ranges and bytes of every pair that exchanges anything, ordered by destination."""
+        """Source, destination, ranges and bytes of every pair that exchanges anything, ordered by destination. Padding is
+        not counted."""
         regions = self.wanted_regions
         target = np.repeat(np.arange(self.targets.ranks, dtype=np.int32), np.diff(self.wanted_first))
         source = self.region_source[regions]
@@ -132,15 +134,11 @@ class Plans:
         is_new = np.ones(len(regions), bool)
         is_new[1:] = (target[1:] != target[:-1]) | (source[1:] != source[:-1])
         begins_range |= is_new
-        begins = np.flatnonzero(begins_range)
-        ends = np.append(begins[1:], len(regions)) - 1
-        last = regions[ends] if len(begins) else regions[:0]
-        length = self.region_offset[last] + self.region_bytes[last] - self.region_offset[regions[begins]]
-        pair_of_range = (np.cumsum(is_new) - 1)[begins]
         pairs = np.flatnonzero(is_new)
+        pair_of = np.cumsum(is_new) - 1
         size = np.zeros(len(pairs), np.int64)
-        np.add.at(size, pair_of_range, length)
-        return source[pairs], target[pairs], np.bincount(pair_of_range, minlength=len(pairs)), size
+        np.add.at(size, pair_of, self.region_bytes[regions])
+        return source[pairs], target[pairs], np.bincount(pair_of[begins_range], minlength=len(pairs)), size
 
     def count_moves(self) -> int:
         """Moves of all destinations together; one that fills several shards of a rank counts once."""

@@ -14,10 +14,11 @@ _NEAR = ("process", "host", "rack", "far")
 class PlanSummary(msgspec.Struct, frozen=True):
     """Totals over all destinations. Bytes are on the wire; egress is what leaves one source.
 
-    `bytes_needed`: distinct bytes that each destination wants, summed. `bytes_moved`: bytes of all reads, with padding.
+    `bytes_needed`: distinct bytes that each destination wants, summed. `bytes_moved`: bytes of all moves.
     `egress_max_over_mean`: over all sources. `egress_bound_max_over_mean`: the same if boxes could be cut at
-    will between the nearest holders, so no choice among these is more even. `slot_bytes_over_distinct`: staged bytes
-    over the bytes that anyone wants of each tensor once, so 1 means that no byte is staged twice.
+    will between the nearest holders, so no choice among these is more even. `slot_bytes_max` and `_total` are with
+    padding; `slot_bytes_over_distinct`: staged bytes, without it, over the bytes that anyone wants of each tensor once,
+    so 1 means that no byte is staged twice.
     """
 
     source_ranks: int
@@ -80,6 +81,6 @@ def summarize(plans: Plans) -> PlanSummary:
         ingress_max_over_mean=float(ingress.max() / ingress.mean()) if moved else 1.0,
         slot_bytes_max=int(plans.slot_bytes.max(initial=0)),
         slot_bytes_total=int(plans.slot_bytes.sum()),
-        slot_bytes_over_distinct=float(plans.slot_bytes.sum() / max(1, plans.distinct_bytes)),
+        slot_bytes_over_distinct=float(plans.size.sum() / max(1, plans.distinct_bytes)),
         bytes_by_distance={name: int(size[tiers == tier].sum()) for tier, name in enumerate(_NEAR)},
     )
