@@ -298,3 +298,16 @@ def test_a_cut_in_one_cell_does_not_reach_into_its_neighbour():
     assert first.tolist() == [1, 4 - 1] and origin.tolist() == [0] * 4
     reads = match_cells(table, longer, ShardColumns.of(wants[:1], 2))
     assert reads is not None and reads.rank.tolist() == [0, 1, 1] and reads.cell[0] == 0
+
+
+def test_what_is_a_sum_of_cells_already_is_not_cut_again_for_others():
+    table = TensorTable.of([("w", (16, 3), 2)])
+    sources = Side.spread(ShardColumns.of([[(0, [0, 0], [8, 3]), (0, [8, 0], [16, 3])]], 2))
+    cells = plan_cells(table, sources, nobody(2))
+    cells, _ = extend_cells(table, sources, cells, Side.spread(ShardColumns.of([[(0, [4, 0], [8, 3])]], 2)))
+    wants: list[list[Row]] = [[(0, [4, 0], [12, 3])], [(0, [6, 0], [16, 3])]]
+    longer, origin = extend_cells(table, sources, cells, Side.spread(ShardColumns.of(wants, 2)))
+    added = sorted(
+        zip(longer.start[3:, 0].tolist(), longer.stop[3:, 0].tolist(), origin.tolist(), strict=True)
+    )
+    assert added == [(6, 8, 0), (8, 12, 1)]

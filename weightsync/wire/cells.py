@@ -15,12 +15,14 @@ import numpy.typing as npt
 
 from weightsync.config import TENSOR_ALIGNMENT
 from weightsync.moves import Int64s
-from weightsync.wire.boxes import intersect, unfold, volumes
+from weightsync.wire.boxes import unfold, volumes
 from weightsync.wire.columns import Int32s, ShardColumns, Side, TensorTable, join_sides, refuse_outside
 from weightsync.wire.planner import plan_fleet
 from weightsync.wire.plans import Plans
 
 Bools = npt.NDArray[np.bool_]
+
+_PAIRS_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,15 +257,16 @@ class _Parts:
 
 
 def _partial(boxes: _Boxes, outer: Int64s, wants: ShardColumns, missing: Int64s) -> _Parts:
-    tops = np.flatnonzero(outer < 0)
-    tops = tops[np.isin(boxes.tensor[tops], wants.tensor[missing])]  # still ordered by tensor
-    found = [(np.zeros(0, np.int64), np.zeros(0, np.int64))]
-    missing = missing[np.argsort(wants.tensor[missing], kind="stable")]
-    for tensor in np.unique(wants.tensor[missing]).tolist():
-        some = missing[slice(*np.searchsorted(wants.tensor[missing], [tensor, tensor + 1]))]
-        near = tops[slice(*np.searchsorted(boxes.tensor[tops], [tensor, tensor + 1]))]
-        both = intersect(wants.start[some], wants.stop[some], boxes.start[near], boxes.stop[near])
-        found.append((some[both.left], near[both.right]))
+    tops = np.flatnonzero(outer < 0)  # ordered by tensor
+    tensor = wants.tensor[missing].astype(np.int64)
+    low, high = (np.searchsorted(boxes.tensor[tops], number) for number in (tensor, tensor + 1))
+    counts = high - low
+    found = [(missing[:0], tops[:0])]
+    for some in np.split(np.arange(len(missing)), _borders(counts)):
+        want, top = np.repeat(missing[some], counts[some]), tops[unfold(low[some], counts[some])]
+        meets = (wants.start[want] < boxes.stop[top]) & (boxes.start[top] < wants.stop[want])
+        hit = np.flatnonzero(np.all(meets, axis=1))
+        found.append((want[hit], top[hit]))
     want, top = (np.concatenate(column) for column in zip(*found, strict=True))
     start = np.maximum(wants.start[want], boxes.start[top])
     stop = np.minimum(wants.stop[want], boxes.stop[top])
@@ -273,6 +276,11 @@ def _partial(boxes: _Boxes, outer: Int64s, wants: ShardColumns, missing: Int64s)
     fills_all = bool((filled[missing] == volumes(wants.start[missing], wants.stop[missing])).all())
     cut = sizes != boxes.volume[top]
     return _Parts(want[cut], top[cut], boxes.start[top[cut]], start[cut], stop[cut], fills_all)
+
+
+def _borders(counts: Int64s) -> Int64s:
+    """Where to cut a list so that the counts of each part sum up to about _PAIRS_AT_ONCE at most."""
+    return np.flatnonzero(np.diff(np.cumsum(counts) // _PAIRS_AT_ONCE)) + 1
 
 
 def _append(
