@@ -13,7 +13,7 @@ import pytest
 import weightsync
 
 ROOT = Path(weightsync.__file__).parent
-BASE = {"errors", "types", "config", "segment", "tensors", "moves", "_native"}
+BASE = {"errors", "types", "config", "segment", "standing", "tensors", "moves", "_native"}
 MAY_IMPORT: dict[str, set[str]] = {
     **{name: BASE for name in BASE},
     "observability": BASE,

@@ -1,0 +1,35 @@
+"""What a rank of a replica and the coordinator tell each other about versions under vote. Values only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Ballot:
+    """One attempt to move a whole replica to `version`. A higher number is a later attempt, whatever the version; 0 is
+    the version that a rank began with."""
+
+    number: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where one rank stands. It is the whole truth each time, so a lost or a doubled one does no harm.
+
+    `session`: as admitted by the coordinator; what belongs to another session is ignored on both sides. `live`: what
+    serves. `decided`: the newest ballot known to be committed. `votes`: ballots whose versions are verified here and kept
+    until they are cancelled or a later one is live. `complete`: versions that need no reading, `live` among them.
+    `granted`: the ballot of the newest grant taken up. `refused`: the newest version refused. `wish`: a version newer than
+    this one could be read now; None: there is no room, or one is being read.
+    """
+
+    session: int
+    live: Ballot | None
+    decided: Ballot | None
+    votes: frozenset[Ballot]
+    complete: frozenset[int]
+    granted: int
+    refused: int | None
+    wish: int | None
