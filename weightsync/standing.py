@@ -21,8 +21,8 @@ class Standing:
     `session`: as admitted by the coordinator; what belongs to another session is ignored on both sides. `live`: what
     serves. `decided`: the newest ballot known to be committed. `votes`: ballots whose versions are verified here and kept
     until they are cancelled or a later one is live. `complete`: versions that need no reading, `live` among them.
-    `granted`: the ballot of the newest grant taken up. `refused`: the newest version refused. `wish`: a version newer than
-    this one could be read now; None: there is no room, or one is being read.
+    `granted`: the ballot of the newest grant taken up. `refused`: the newest version refused. `has_room`: another
+    version could be read now.
     """
 
     session: int
@@ -32,4 +32,4 @@ class Standing:
     complete: frozenset[int]
     granted: int
     refused: int | None
-    wish: int | None
+    has_room: bool

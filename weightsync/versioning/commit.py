@@ -32,12 +32,13 @@ class RankCommit:
         if session != self.session:
             self.session, self._granted = session, None
 
-    def standing(self, wish: int | None) -> Standing:
-        """To send after `enter`, after every change and with every heartbeat."""
+    def standing(self, *, has_room: bool) -> Standing:
+        """To send after `enter`, after every change and with every heartbeat. `has_room`: a slot is free, or holds what may
+        be dropped, and nothing is being read."""
         granted = 0 if self._granted is None else self._granted.number
         return Standing(
             self.session, self.live, self.decided, frozenset(self._votes), frozenset(self._complete),
-            granted, self._refused, wish,
+            granted, self._refused, has_room,
         )  # fmt: skip
 
     def on_grant(self, session: int, ballot: Ballot) -> bool:

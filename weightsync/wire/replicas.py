@@ -59,8 +59,9 @@ class Replica:
     """Decides for the ranks `0 <= rank < size` of one replica; every event returns orders to send, each rank's in order.
 
     Its state is soft: a new one learns all it needs from the ranks' standings, and decides nothing until it has heard all
-    of them. A committed ballot is never taken back; only a later ballot follows it, for a lower version after `rollback`.
-    `first_number`: higher than any number used for this replica before (a clock in nanoseconds will do).
+    of them; the publisher repeats what is available and what was rolled back. A committed ballot is never taken back; only
+    a later ballot follows it, for a lower version after `rollback`. `first_number`: higher than any number used for this
+    replica before (a clock in nanoseconds will do).
     """
 
     def __init__(self, name: str, size: int, *, first_number: int) -> None:
@@ -209,9 +210,8 @@ class Replica:
         version = self._goal(standings)
         if version is None or all(self._is_on_way(each, version) for each in standings.values()):
             return []
-        for each in standings.values():
-            if version not in each.complete and (each.wish is None or each.wish >= version):
-                return []
+        if not all(version in each.complete or each.has_room for each in standings.values()):
+            return []
         self.target = target = Ballot(self._number(), version)
         return [self._grant(rank, each, target) for rank, each in standings.items()]
 
@@ -252,7 +252,7 @@ class Replica:
         """What this rank should have got already."""
         orders: list[Grant | Commit | Cancel] = []
         target, decided = self.target, self.decided
-        is_asking = target is not None and (standing.granted != target.number or standing.wish is not None)
+        is_asking = target is not None and (standing.granted != target.number or standing.has_room)
         if target is not None and is_asking and target not in standing.votes:
             orders.append(self._grant(rank, standing, target))
         if decided is not None and decided in standing.votes and standing.decided != decided:
