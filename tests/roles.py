@@ -26,8 +26,8 @@ import zmq
 import weightsync as ws
 import weightsync.publisher.publisher
 import weightsync.subscriber.fetch
-import weightsync.subscriber.link
 import weightsync.wire.fleet
+import weightsync.wire.link
 from weightsync import _native
 from weightsync.errors import FencedError, SyncTimeoutError
 from weightsync.publisher import staging
@@ -141,8 +141,10 @@ def can_flip_before_sealing(state: State) -> None:
             digests = stage(self, slot, generation)
         finally:
             self._program = program
-        self.slots[slot].mapping.array[self.layout.shards[number].offset + 5] ^= 1 << bit
-        ctypes.c_uint64.from_address(watermark).value = self.layout.slot_bytes
+        cell = int(np.flatnonzero(self._columns.tensor == number)[0])
+        self.slots[slot].mapping.array[int(self._cell_offsets[cell]) + 5] ^= 1 << bit
+        ends = self._cell_offsets + self._cell_sizes
+        ctypes.c_uint64.from_address(watermark).value = int(ends.max())
         return digests
 
     staging.Staging.stage = spoiled
@@ -154,19 +156,15 @@ def flip_next(state: State, name: str, bit: int) -> None:
 
 def spoil_next_seal(state: State, how: str) -> None:
     """The next manifest has digests of a wrong length, or wrong ones."""
-    fleet = state.pub._coordinator.fleet
-    seal = type(fleet).seal
+    arrangement = state.pub._coordinator.fleet.arrangement
+    digests_of = arrangement.digests
 
-    def spoiled(version: int, digests: bytes, now: float) -> None:
-        del fleet.seal
-        seal(
-            fleet,
-            version,
-            {"short": digests[:-8], "long": digests + bytes(8), "zero": bytes(len(digests))}[how],
-            now,
-        )
+    def spoiled(number: int, of_ranks: list[np.ndarray]) -> bytes:
+        arrangement.digests = digests_of
+        digests = digests_of(number, of_ranks)
+        return {"short": digests[:-8], "long": digests + bytes(8), "zero": bytes(len(digests))}[how]
 
-    fleet.seal = spoiled
+    arrangement.digests = spoiled
 
 
 def close_publisher(state: State) -> None:
@@ -350,7 +348,7 @@ def touch_live(state: State, name: str) -> None:
 
 def be_impatient(state: State, member_timeout_s: float) -> None:
     """A silent peer counts as gone after this long, instead of five seconds."""
-    weightsync.subscriber.link.MEMBER_TIMEOUT_S = member_timeout_s
+    weightsync.wire.link.MEMBER_TIMEOUT_S = member_timeout_s
     weightsync.wire.fleet.MEMBER_TIMEOUT_S = member_timeout_s
 
 
@@ -403,6 +401,7 @@ def can_pause_reading(state: State, transport: str) -> None:
     module = {"shm": shm_transport, "zmq": zmq_transport}[transport]
     module._native = SimpleNamespace(
         Program=_pausing(state, "reading"),
+        populate=_native.populate,
         **{name: getattr(_native, name) for name in ("OK", "EVICTED", "CANCELLED", "TIMEOUT")},
     )
     zmq_transport.CHUNK_BYTES = 64 << 10

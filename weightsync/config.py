@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 
-WIRE_SCHEMA = 1
+WIRE_SCHEMA = 2
 HEARTBEAT_S = 0.5
 MEMBER_TIMEOUT_S = 5.0
 MAX_CONTROL_BYTES = 64 << 20
-MAX_MEMBER_BYTES = 1 << 20
+MAX_MEMBER_BYTES = 16 << 20
 MAX_MEMBERS = 4096
 ZMQ_DESCRIPTORS = 32
 """What a side's ZeroMQ context and sockets may open, with room for a probe."""

@@ -111,13 +111,14 @@ class Segment:
         self.size = size
 
     @classmethod
-    def create(cls, name: str, size: int) -> Segment:
-        """A new segment of at least `size` bytes (rounded to 2 MiB); its pages are allocated by `map(populate=True)`.
+    def create(cls, name: str, size: int, *, capacity: int = 0) -> Segment:
+        """A new segment of at least `size` bytes (rounded to 2 MiB); its pages are allocated by `map`.
 
-        Raises CapacityError when the host can't hold it.
+        `capacity`: bytes that it may grow to; until pages are touched they cost address space only. Raises CapacityError
+        when the host can't hold `size`.
         """
-        size = round_up(max(size, 1), HUGE_PAGE)
-        check_memory(size, name)
+        check_memory(round_up(max(size, 1), HUGE_PAGE), name)
+        size = round_up(max(size, capacity, 1), HUGE_PAGE)
         try:
             fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:
@@ -130,8 +131,9 @@ class Segment:
             raise CapacityError(f"{name}: can't make a shared segment of {size} bytes: {error}") from error
         return cls(fd, size)
 
-    def map_range(self, *, writable: bool, populate: bool = True) -> int:
-        """Map the whole segment at an aligned address, with huge pages where the host allows, page tables filled.
+    def map_range(self, *, writable: bool, populate: int | None = None) -> int:
+        """Map the whole segment at an aligned address, with huge pages where the host allows, page tables filled for its
+        first `populate` bytes (None: all).
 
         Returns the address; the caller owns the range. Raises CapacityError.
         """
@@ -140,14 +142,15 @@ class Segment:
         try:
             _mmap(address, self.size, protection, mmap.MAP_SHARED | _MAP_FIXED, self.fd)
             _libc.madvise(address, self.size, _MADV_HUGEPAGE)
-            if populate:
-                _native.populate(address, self.size, write=writable)
+            filled = self.size if populate is None else min(self.size, round_up(populate, HUGE_PAGE))
+            if filled:
+                _native.populate(address, filled, write=writable)
         except (OSError, CapacityError) as error:
             unmap(address, self.size)
             raise CapacityError(f"can't allocate {self.size} bytes of shared memory: {error}") from error
         return address
 
-    def map(self, *, writable: bool, populate: bool = True) -> Mapping:
+    def map(self, *, writable: bool, populate: int | None = None) -> Mapping:
         """As `map_range`, owned by the result."""
         return Mapping(self.map_range(writable=writable, populate=populate), self.size)
 

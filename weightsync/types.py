@@ -125,7 +125,8 @@ class MemberStatus(msgspec.Struct):
 
 
 class FleetStatus(msgspec.Struct):
-    """A publisher and its members, as answered by the coordinator."""
+    """A publisher and its members, as answered by the coordinator. `missing_ranks`: those of its `ranks` that are not there
+    (or whose slots are not yet), in words."""
 
     address: str
     epoch: int
@@ -135,3 +136,5 @@ class FleetStatus(msgspec.Struct):
     size_bytes: int
     tensors: int
     members: list[MemberStatus]
+    ranks: int = 1
+    missing_ranks: list[str] = []

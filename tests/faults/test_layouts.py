@@ -265,7 +265,7 @@ def test_a_new_publisher_with_another_layout_is_refused_and_the_right_one_follow
     publisher.kill()
     stranger = peer()
     stranger.call(roles.open_publisher, address, size={"width": 32})
-    stranger.call(roles.publish, 66, wait="staged", members=1)
+    stranger.call(roles.publish, 66, wait="staged")
     with pytest.raises(LayoutError, match=r"\[32, 32\]"):
         server.call(roles.await_error)
     assert server.call(roles.look) == (1, 10)

@@ -41,7 +41,8 @@ def status(
     Example:  weightsync status tcp://127.0.0.1:7077 --watch
 
     [bold]--json[/bold] prints an object with the keys address, epoch, publisher, version (newest sealed, 0:
-    none), slots, size_bytes, tensors, and members: a list of objects with name, host, pid, role, transport,
+    none), slots, size_bytes, tensors, ranks (of the publisher), missing_ranks (those that are not there), and
+    members: a list of objects with name, host, pid, role, transport,
     swap, state, live_version (null: none), lag (in versions), last_seen_s (seconds ago) and error (null:
     none). With [bold]--watch[/bold] it prints one such object a line.
     """

@@ -1,8 +1,9 @@
-"""The publisher: what a trainer embeds."""
+"""The publisher: what a trainer embeds, in every rank."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import socket
@@ -10,35 +11,42 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+import zmq
 
 from weightsync.config import default_threads
-from weightsync.errors import ConfigError, LayoutError, UsageError
+from weightsync.errors import ConfigError, LayoutError, UsageError, VersionError, WeightSyncError
+from weightsync.publisher.line import Line, LocalLine, RemoteLine
 from weightsync.publisher.staging import Staging, WireDType
 from weightsync.publisher.ticket import Stage, Ticket
 from weightsync.tensors import Source, find_tensors
 from weightsync.types import FleetStatus
-from weightsync.wire.address import parse_address, require_safe
-from weightsync.wire.coordinator import Coordinator
-from weightsync.wire.fleet import Fleet
+from weightsync.wire import messages as m
+from weightsync.wire.address import Address, parse_address, require_safe
+from weightsync.wire.coordinator import Coordinator, authenticate
 from weightsync.wire.keys import load_publisher_keys
 from weightsync.wire.registry import make_exporter, transport_names
 from weightsync.wire.transport import Environment, Exporter
 
+log = logging.getLogger("weightsync")
 WhenFull = Literal["wait", "skip", "evict"]
+_REGISTER_S = 60.0
 
 
 class Publisher:
-    """Publishes versions of a model's weights at `address`.
+    """Publishes versions of a model's weights at `address`; one object in each rank of the trainer.
 
-    `slots`: whole versions held here; two let staging and reading overlap. `when_full`: what `publish()` does when
-    readers hold every slot: `wait` for one (until `timeout_s`), `skip` this version, or `evict` the oldest readers.
+    `rank`, `ranks`: this process and how many there are; each registers the shards that it holds. Rank 0 binds `address`,
+    the others connect to it. `coordinator="external"`: a `weightsync coordinator` holds the address, and every rank
+    connects. `slots`: whole versions held here; two let staging and reading overlap. `when_full`: what `publish()` does
+    when readers hold every slot: `wait` for one (until `timeout_s`), `skip` this version, or `evict` the oldest readers.
     `max_lag`: `publish()` first waits until no member serves a version more than this many behind. `wire_dtype`: dtype on
     the wire, for all floats or by name pattern (`{"*": torch.bfloat16}`). `keys`: folder of `weightsync keys`; needed,
     or `insecure=True`, where other hosts can reach the address. `takeover`: replace a publisher that is alive there.
-    `epoch`: a fencing token of your own, larger for each life; by default from the clock.
+    `data_host`: the address of this host's network interface that readers shall use. `epoch`: a fencing token of your
+    own, larger for each life; by default from the clock.
 
     Raises AddressInUseError that names who holds the address, and ConfigError.
     """
@@ -47,6 +55,9 @@ class Publisher:
         self,
         address: str,
         *,
+        rank: int = 0,
+        ranks: int = 1,
+        coordinator: Literal["embedded", "external"] = "embedded",
         slots: int = 2,
         when_full: WhenFull = "wait",
         max_lag: int | None = None,
@@ -56,10 +67,15 @@ class Publisher:
         keys: str | os.PathLike[str] | None = None,
         insecure: bool = False,
         takeover: bool = False,
+        data_host: str | None = None,
         epoch: int | None = None,
         name: str | None = None,
         timeout_s: float = 30.0,
     ) -> None:
+        if not 0 <= rank < ranks:
+            raise ConfigError(f"rank={rank}: ranks={ranks} are numbered from 0 to {ranks - 1}")
+        if coordinator not in ("embedded", "external"):
+            raise ConfigError(f"coordinator={coordinator!r}: choose embedded or external")
         if slots < 2:
             raise ConfigError(f"slots={slots}: at least 2 are needed, one to read while the other is filled")
         if when_full not in ("wait", "skip", "evict"):
@@ -72,29 +88,70 @@ class Publisher:
         parsed = parse_address(address)
         require_safe(parsed, has_keys=keys is not None, insecure=insecure)
         self._keys = load_publisher_keys(keys) if keys is not None else None
+        self._rank, self._ranks, self._takeover = rank, ranks, takeover
+        self._name = name or f"{socket.gethostname()}:{os.getpid()}"
         self._when_full, self._max_lag, self._timeout_s = when_full, max_lag, timeout_s
         self._wire_dtype, self._transports, self._slots = wire_dtype, tuple(transports), slots
         self._threads = threads or default_threads()
-        self._data_host = parsed.host if parsed.scheme == "tcp" else "127.0.0.1"
         self._publishing = threading.Lock()
         self._staging: Staging | None = None
         self._exporters: list[Exporter] = []
+        self._tender: threading.Thread | None = None
         self._version = 0
-        self._generation = 0
+        self._instance = secrets.token_hex(16)
         self._is_closed = False
-        self._coordinator = Coordinator(
-            parsed,
-            publisher=name or f"{socket.gethostname()}:{os.getpid()}",
-            epoch=epoch if epoch is not None else time.time_ns() // 1_000_000,
-            slots=slots,
-            keys=self._keys,
-            takeover=takeover,
+        self._coordinator: Coordinator | None = None
+        self._context: zmq.Context[Any] | None = None
+        self._auth: Any = None
+        self._data_host = data_host
+        self._line: Line
+        if rank == 0 and coordinator == "embedded":
+            self._coordinator = Coordinator(
+                parsed,
+                publisher=self._name,
+                epoch=epoch if epoch is not None else time.time_ns() // 1_000_000,
+                keys=self._keys,
+                takeover=takeover,
+            )
+            self._line = LocalLine(self._coordinator)
+            self._bind_host = data_host or (parsed.host if parsed.scheme == "tcp" else "127.0.0.1")
+        else:
+            if parsed.scheme == "tcp" and not parsed.port:
+                raise ConfigError(f"{address}: only the rank that binds can leave the port open")
+            self._line = RemoteLine(parsed, self._keys, follow=coordinator == "external")
+            self._data_host = data_host or _host_towards(parsed)
+            self._bind_host = self._data_host
+
+    @classmethod
+    def from_process_group(cls, address: str, group: Any = None, **options: Any) -> Publisher:
+        """A publisher in every rank of a torch.distributed process group (None: the default one): rank and number of ranks
+        are the group's, and a port that rank 0 leaves open (`tcp://host:0`) is told to all. Options as of the class."""
+        from torch import distributed
+
+        if not distributed.is_initialized():
+            raise UsageError("torch.distributed is not initialised; call init_process_group() first")
+        rank, ranks = distributed.get_rank(group), distributed.get_world_size(group)
+        made: Publisher | None = None
+        said: list[Any] = [None]
+        if rank == 0:
+            try:
+                made = cls(address, rank=0, ranks=ranks, **options)
+                said = [made.address]
+            except WeightSyncError as error:
+                said = [error]
+        distributed.broadcast_object_list(
+            said, src=distributed.get_global_rank(group, 0) if group else 0, group=group
         )
+        if isinstance(said[0], WeightSyncError):
+            raise said[0]
+        return made or cls(str(said[0]), rank=rank, ranks=ranks, **options)
 
-    def register(self, source: Source, *, ignore: Iterable[str] = ()) -> None:
-        """Say what to publish: a module, a state dict or shards; once. `ignore`: name patterns to leave out.
+    def register(self, source: Source, *, ignore: Iterable[str] = (), timeout_s: float = _REGISTER_S) -> None:
+        """Say what to publish: a module, a state dict or shards; once. `ignore`: name patterns to leave out. Waits up to
+        `timeout_s` for all ranks to do the same, then allocates the slots.
 
-        Allocates the slots. Raises LayoutError (listing every tensor that can't be moved) and CapacityError.
+        Raises LayoutError (listing every tensor that can't be moved, or on which ranks disagree), CapacityError, and
+        SyncTimeoutError that names the ranks that did not come.
         """
         with self._publishing:
             if self._staging is not None:
@@ -102,32 +159,87 @@ class Publisher:
                     "register() was called before; one publisher has one layout, make a new one for another"
                 )
             entries = find_tensors(source, ignore=ignore)
-            if not entries:
+            if not entries and self._ranks == 1:
                 raise LayoutError("there is nothing to publish: no tensors were found")
             staging = Staging(entries, slots=self._slots, wire_dtype=self._wire_dtype, threads=self._threads)
-            environment = Environment(
-                self._coordinator.context, self._keys, self._data_host, secrets.token_hex(8), self._threads,
-                self._coordinator.gone,
+            enlist = m.Enlist(
+                self._rank, self._ranks, self._instance, self._name, socket.gethostname(), os.getpid(), 0, 0,
+                self._slots, staging.layout, self._takeover,
             )  # fmt: skip
-            offers = {}
-            for name in self._transports:
-                exporter = make_exporter(name, environment)
-                self._exporters.append(exporter)
-                exporter.register(staging.slots, staging.header)
-                offers[name] = exporter.export()
+            try:
+                staging.follow(self._line.enlist(enlist, timeout_s))
+            except BaseException:
+                self._line.leave()
+                raise
             self._staging = staging
-            self._coordinator.register(staging.layout, offers)
+            offers = self._export(staging)
+            self._line.send(m.Offers, offers)
+            self._version = max(self._version, self._line.version)
+        self._tender = threading.Thread(
+            target=self._tend, args=(staging, offers), name="weightsync-rank", daemon=True
+        )
+        self._tender.start()
+
+    def _export(self, staging: Staging) -> dict[str, dict[str, str]]:
+        """Serve the slots; returns what readers need to connect."""
+        environment = Environment(
+            self._data_context(),
+            self._keys,
+            self._bind_host,
+            secrets.token_hex(8),
+            self._threads,
+            self._member_gone,
+        )
+        offers = {}
+        for name in self._transports:
+            exporter = make_exporter(name, environment)
+            self._exporters.append(exporter)
+            exporter.register(staging.slots, staging.header)
+            offers[name] = exporter.export()
+            if self._data_host is not None:
+                offers[name]["at"] = self._data_host
+        return offers
+
+    def _data_context(self) -> zmq.Context[Any]:
+        """The context of this process's data sockets; strangers without a key are turned away."""
+        if self._coordinator is not None:
+            return self._coordinator.context
+        self._context = zmq.Context()
+        self._auth = authenticate(self._context, self._keys) if self._keys else None
+        return self._context
+
+    def _member_gone(self, instance: str) -> None:
+        with contextlib.suppress(WeightSyncError):
+            self._line.send(m.MemberGone, instance)
+
+    def _tend(self, staging: Staging, offers: dict[str, dict[str, str]]) -> None:
+        """The thread that obeys the coordinator between publishes."""
+        while (order := self._line.next_order()) is not None:
+            try:
+                if isinstance(order, m.Enlisted):
+                    self._line.send(m.Offers, offers)
+                    continue
+                with self._publishing, torch.no_grad():
+                    if self._line.stage is not None:
+                        staging.follow(self._line.stage)
+                    digests = staging.extend(order)
+                if digests is not None:
+                    self._line.send(m.Extended, order.version, digests)
+            except WeightSyncError as error:
+                log.warning("%s: %s", self._name, error)
 
     @torch.no_grad()
     def publish(
         self, version: int | None = None, *, wait: Stage | None = None, timeout_s: float | None = None
     ) -> Ticket:
-        """Snapshot the registered tensors as the next version; they may change as soon as this returns.
+        """Snapshot the registered tensors as the next version; they may change as soon as this returns. Every rank calls
+        it; the version exists when all have.
 
-        `version`: must grow; counts 1, 2, 3, … by default. `wait`: also wait for this stage, see `Ticket.wait`.
-        `timeout_s`: for a free slot and for the wait. Raises SyncTimeoutError naming who holds the slots,
-        FencedError when another publisher took over, LayoutError when tensors changed shape. After an error the version
-        does not exist, and the next `publish()` may succeed.
+        `version`: must grow, the same in all ranks; counts 1, 2, 3, … by default. `wait`: also wait for this stage, see
+        `Ticket.wait`. `timeout_s`: for a free slot and for the wait. Raises SyncTimeoutError naming who holds the slots or
+        which rank is missing, FencedError when another publisher took over, LayoutError when tensors changed shape,
+        VersionError if another rank could not stage it. After an error the version does not exist, and the next
+        `publish()` may succeed.
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         with self._publishing:
@@ -142,84 +254,53 @@ class Publisher:
         return ticket
 
     def _publish(self, staging: Staging, version: int, timeout_s: float) -> Ticket:
-        self._await_lag(version, timeout_s)
-        started = time.monotonic()
-        slot = self._take_slot(timeout_s)
-        if slot is None:
-            return Ticket(None, staging.layout, version, self.epoch)
-        self._generation += 1
-        generation = self._generation
-        staging.headers.open(slot, generation)
-        self._coordinator.change(lambda fleet: fleet.begin(version, slot, generation, started))
         try:
-            digests = staging.stage(slot, generation)
-        except BaseException as error:
-            reason = f"staging failed: {error}"
-            self._coordinator.change(lambda fleet: fleet.abort(version, reason))
-            raise
-        self._coordinator.change(lambda fleet: fleet.seal(version, digests, time.monotonic()))
-        self._version = version
-        return Ticket(self._coordinator, staging.layout, version, self.epoch)
-
-    def _await_lag(self, version: int, timeout_s: float) -> None:
-        lag = self._max_lag
-        if lag is None:
-            return
-        self._coordinator.wait_until(
-            lambda fleet: not fleet.laggards(version - lag),
-            timeout_s,
-            lambda fleet: (
-                f"max_lag={lag}: version {version} waited {timeout_s:g} s for "
-                + ", ".join(fleet.laggards(version - lag))
-            ),
-        )
-
-    def _take_slot(self, timeout_s: float) -> int | None:
-        """A slot to overwrite; None: skip."""
-        slot = self._coordinator.change(lambda fleet: fleet.take_slot())
-        if slot is None and self._when_full == "evict":
-            slot = self._coordinator.change(lambda fleet: fleet.evict())
-        if slot is None and self._when_full == "skip":
-            return None
-        if slot is None:
-            found = self._coordinator.wait_until(
-                lambda fleet: None if (s := fleet.take_slot()) is None else (s,),
-                timeout_s,
-                lambda fleet: (
-                    f"no slot was free within {timeout_s:g} s; held by {', '.join(fleet.holders())}; "
-                    'raise slots=, or choose when_full="skip" or "evict"'
-                ),
+            granted = self._line.ask(
+                m.Begin, version, self._when_full, self._max_lag, timeout_s, timeout_s=timeout_s
             )
-            slot = found[0]
-        return int(slot)
+        except VersionError:
+            self._version = version  # another rank failed with it: all go on with the next
+            raise
+        catalogue = staging.layout.catalogue
+        if granted.slot < 0:
+            if self._ranks > 1:
+                self._version = version
+            return Ticket(None, catalogue, version, self.epoch)
+        try:
+            if self._line.stage is not None:
+                staging.follow(self._line.stage)
+            staging.headers.open(granted.slot, granted.generation)
+            digests = staging.stage(granted.slot, granted.generation)
+        except BaseException as error:
+            self._line.send(m.Aborted, version, f"staging failed: {error}")
+            if self._ranks > 1:
+                self._version = version
+            raise
+        self._line.send(m.Sealed, version, digests)
+        self._version = version
+        return Ticket(self._line, catalogue, version, self.epoch)
 
     def wait_for_members(self, count: int, timeout_s: float = 60.0) -> None:
         """Block until `count` subscribers have joined. Raises SyncTimeoutError that names those who have."""
-        self._coordinator.wait_until(
-            lambda fleet: len(_joined(fleet)) >= count,
-            timeout_s,
-            lambda fleet: (
-                f"{count} members were wanted within {timeout_s:g} s; joined: "
-                + (", ".join(_joined(fleet)) or "none")
-            ),
-        )
+        self._line.ask(m.AwaitMembers, count, timeout_s, timeout_s=timeout_s)
 
     def status(self) -> FleetStatus:
         """Members, their versions and how far behind they are."""
-        return self._coordinator.status()
+        return self._line.status()
 
     @property
     def address(self) -> str:
         """Where subscribers connect, with the real port if 0 was asked for."""
-        return self._coordinator.fleet.address
+        return self._line.address
 
     @property
     def epoch(self) -> int:
-        return self._coordinator.fleet.epoch
+        """The life of the coordinator that this publisher belongs to."""
+        return self._line.epoch
 
     @property
     def version(self) -> int:
-        """The newest published version, 0 before the first."""
+        """The newest version published by this rank, 0 before the first."""
         return self._version
 
     def close(self) -> None:
@@ -229,7 +310,15 @@ class Publisher:
         self._is_closed = True
         for exporter in self._exporters:
             exporter.close()
-        self._coordinator.close()
+        self._line.close()
+        if self._coordinator is not None:
+            self._coordinator.close()
+        if self._tender is not None:
+            self._tender.join(timeout=5.0)
+        if self._auth is not None:
+            self._auth.stop()
+        if self._context is not None:
+            self._context.term()
         if self._staging is not None:
             self._staging.close()
 
@@ -243,9 +332,18 @@ class Publisher:
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
-            if hasattr(self, "_coordinator"):
+            if hasattr(self, "_line"):
                 self.close()
 
 
-def _joined(fleet: Fleet) -> list[str]:
-    return [member.label for member in fleet.members.values() if member.welcomed]
+def _host_towards(address: Address) -> str:
+    """The address of the interface that leads to the coordinator."""
+    if address.scheme != "tcp":
+        return "127.0.0.1"
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address.host, address.port or 1))  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(f"{address.text}: no interface leads there: {error}") from error

@@ -8,43 +8,69 @@ from operator import attrgetter
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from weightsync import _native
 from weightsync.config import HUGE_PAGE
-from weightsync.errors import ConfigError, LayoutError, TransportError
-from weightsync.moves import MoveRows, contiguous_strides
-from weightsync.segment import Segment
+from weightsync.errors import CapacityError, ConfigError, LayoutError, ProtocolError, TransportError
+from weightsync.moves import Int64s, View, ViewTable, contiguous_strides
+from weightsync.segment import Segment, check_memory
 from weightsync.tensors import Entry, dtype_name, why_unfit
-from weightsync.types import DTYPES, DType
-from weightsync.wire.layout import Layout, TensorSpec, lay_out
+from weightsync.types import DTYPES, Box, DType
+from weightsync.wire import messages as m
+from weightsync.wire.boxes import volumes
+from weightsync.wire.layout import Boxes, Catalogue, Layout, TensorSpec, refuse_overlaps
 from weightsync.wire.transport import LocalSlot, SlotHeaders
 
 _FACTS = attrgetter(
     "dtype", "shape", "is_cpu"
 )  # with `map`, half the time of a comprehension over 10,000 tensors
+_HEADROOM, _ROOM = 4, 64 << 20
+"""Address space of a slot, in copies of the rank's shards, and beyond: other fleets' orders go there."""
 WireDType = torch.dtype | Mapping[str, torch.dtype] | None
 
 
 class Staging:
-    """Slots and the compiled program that fills them. Not thread-safe: one `stage` at a time."""
+    """Slots and the compiled program that fills them. Not thread-safe: one call at a time."""
 
     def __init__(self, entries: list[Entry], *, slots: int, wire_dtype: WireDType, threads: int) -> None:
         self._entries = entries
         self._threads = threads
+        self._count = slots
         self._shapes = [tuple(entry.tensor.shape) for entry in entries]
-        wires = [_wire_dtype(entry, wire_dtype) for entry in entries]
-        self.layout = _layout_of(entries, wires)
-        self._wires = wires
-        self._offsets = np.array([shard.offset for shard in self.layout.shards], np.uint64)
+        self._wires = [_wire_dtype(entry, wire_dtype) for entry in entries]
+        self.layout, self._numbers = _layout_of(entries, self._wires)
         self._signature: list[Any] = []
         self._program: _native.Program | None = None
-        self.slots = [_make_slot(f"weightsync-slot-{s}", self.layout.slot_bytes) for s in range(slots)]
-        self.header = _make_slot("weightsync-header", HUGE_PAGE)
-        self.headers = SlotHeaders(self.header.mapping)
+        self._stage: m.Stage | None = None
+        self._digests: dict[int, npt.NDArray[np.uint64]] = {}
+        self.slots: list[LocalSlot] = []
+
+    def follow(self, stage: m.Stage) -> None:
+        """Stage these cells from now on; allocates slots for them. Raises CapacityError, and ProtocolError if they are not
+        of this rank's shards."""
+        if stage == self._stage:
+            return
+        columns = stage.boxes.columns(self.layout.catalogue)
+        count = len(columns.tensor)
+        if len(stage.offsets) != 8 * count or len(stage.parents) != 4 * count:
+            raise ProtocolError("the columns of a stage order differ in length")
+        parents = np.frombuffer(stage.parents, "<u4").astype(np.int64)
+        if count and (
+            parents.max() >= len(self._entries) or (self._numbers[parents] != columns.tensor).any()
+        ):
+            raise ProtocolError("a stage order for shards that are not held here")
+        offsets = np.frombuffer(stage.offsets, "<u8").astype(np.int64)
+        wires = np.array([wire.itemsize for wire in self._wires], np.int64)
+        sizes = volumes(columns.start, columns.stop) * wires[parents]
+        self._allocate(int((offsets + sizes).max(initial=0)))
+        self._columns, self._parents, self._cell_offsets = columns, parents, offsets
+        self._cell_sizes = sizes
+        self._stage, self._signature = stage, []
 
     def stage(self, slot: int, generation: int) -> bytes:
-        """Fill `slot` with the tensors as they are now; returns the digests of a Seal message.
+        """Fill `slot` with the tensors as they are now; returns the digests of a Sealed message.
 
         Raises LayoutError if a tensor changed its shape or dtype since it was registered, or lost its memory.
         """
@@ -61,19 +87,89 @@ class Staging:
         sources = np.fromiter(map(torch.Tensor.data_ptr, tensors), np.uint64, len(tensors))
         if not sources.all():
             self._refuse_freed(tensors)
-        digests = np.zeros(len(tensors), np.uint64)
+        digests = np.zeros(len(self._parents), np.uint64)
         if self._program is None:
             raise TransportError("nothing is compiled")
         self._program.run(
-            sources, self._offsets + np.uint64(self.slots[slot].mapping.address), digests,
+            sources[self._parents] + self._deltas, self._targets(slot, self._cell_offsets), digests,
             threads=self._threads, progress=self.headers.address(slot) + 8,
         )  # fmt: skip
+        self._digests[slot] = digests
         return digests.astype("<u8").tobytes()
+
+    def extend(self, order: m.Extend) -> bytes | None:
+        """Make the cells that were added since a slot was sealed, out of its own cells; returns the digests of all.
+
+        None: the slot holds another version by now, or its bytes are not those that were sealed.
+        """
+        digests = self._digests.get(order.slot)
+        first, count = order.first, len(self._parents)
+        origins = np.frombuffer(order.origins, "<u4").astype(np.int64)
+        is_held = digests is not None and self.headers.generation(order.slot) == order.generation
+        if not is_held or digests is None or len(digests) != first or len(origins) != count - first:
+            return None
+        used = np.unique(origins)
+        table, _ = self._between(used, used)
+        found = np.zeros(len(used), np.uint64)
+        _native.Program(table).run(
+            self._targets(order.slot, self._cell_offsets[used]), None, found, threads=self._threads
+        )
+        if (found != digests[used]).any():
+            return None
+        made = np.zeros(count - first, np.uint64)
+        added = np.arange(first, count)
+        table, delta = self._between(added, origins)
+        starts = self._targets(order.slot, self._cell_offsets[origins]) + delta.astype(np.uint64)
+        _native.Program(table).run(
+            starts, self._targets(order.slot, self._cell_offsets[added]), made, threads=self._threads
+        )
+        self.headers.raise_watermark(order.slot, int((self._cell_offsets + self._cell_sizes).max(initial=0)))
+        self._digests[order.slot] = whole = np.concatenate([digests, made])
+        return whole.astype("<u8").tobytes()
 
     def close(self) -> None:
         """Give the slots back; readers that still map them keep their own reference."""
-        for slot in (*self.slots, self.header):
+        for slot in (*self.slots, self.header) if self.slots else ():
             slot.segment.close()
+
+    def _targets(self, slot: int, offsets: Int64s) -> npt.NDArray[np.uint64]:
+        return offsets.astype(np.uint64) + np.uint64(self.slots[slot].mapping.address)
+
+    def _allocate(self, size: int) -> None:
+        if not self.slots:
+            own = sum(
+                entry.tensor.numel() * wire.itemsize
+                for entry, wire in zip(self._entries, self._wires, strict=True)
+            )
+            capacity = _HEADROOM * own + _ROOM
+            self.slots = [_make_slot(f"weightsync-slot-{s}", size, capacity) for s in range(self._count)]
+            self.header = _make_slot("weightsync-header", HUGE_PAGE)
+            self.headers = SlotHeaders(self.header.mapping)
+            self._used = size
+        elif size > self._used:
+            if size > self.slots[0].segment.size:
+                raise CapacityError(
+                    f"the orders of all layouts need {size} bytes of each slot, it can grow to {self.slots[0].segment.size}"
+                )
+            check_memory((size - self._used) * self._count, "the orders of further layouts")
+            self._used = size
+
+    def _between(self, cells: Int64s, origins: Int64s) -> tuple[Int64s, Int64s]:
+        """Moves of cells out of the cells that hold them, both in one slot."""
+        columns, tensors = self._columns, self.layout.tensors
+        views = []
+        for origin in origins.tolist():
+            spec = tensors[int(columns.tensor[origin])]
+            n = len(spec.shape)
+            box = Box(tuple(columns.start[origin, :n].tolist()), tuple(columns.stop[origin, :n].tolist()))
+            views.append(
+                View(spec.name, spec.shape, box, contiguous_strides(box.shape, DTYPES[spec.dtype].itemsize))
+            )
+        wires = [DTYPES[tensors[int(columns.tensor[origin])].dtype] for origin in origins.tolist()]
+        return ViewTable(views).into_slot(
+            np.arange(len(cells)), columns.start[cells], columns.stop[cells], self._cell_offsets[cells],
+            source=wires, wire=wires,
+        )  # fmt: skip
 
     def _refuse_unfit(self, tensors: list[torch.Tensor]) -> None:
         problems = [
@@ -108,21 +204,25 @@ class Staging:
 
     def _compile(self, tensors: list[torch.Tensor]) -> None:
         self._refuse_reshaped(tensors)
-        rows = MoveRows(len(tensors))
-        for row, (entry, tensor, wire, shard) in enumerate(
-            zip(self._entries, tensors, self._wires, self.layout.shards, strict=True)
-        ):
-            source = DTYPES[dtype_name(tensor.dtype)]
+        sources = [DTYPES[dtype_name(tensor.dtype)] for tensor in tensors]
+        views = []
+        for entry, tensor, source, wire in zip(self._entries, tensors, sources, self._wires, strict=True):
             _require_castable(entry.names[0], source, wire)
             strides = tuple(step * source.itemsize for step in tensor.stride())
-            rows.fill(
-                row, source, wire, entry.names[0], entry.shape, entry.box, shard.offset,
-                src_strides=strides, dst_strides=contiguous_strides(entry.box.shape, wire.itemsize),
-            )  # fmt: skip
-        self._program = _native.Program(rows.table)
+            views.append(View(entry.names[0], entry.shape, entry.box, strides))
+        table, deltas = ViewTable(views).into_slot(
+            self._parents,
+            self._columns.start,
+            self._columns.stop,
+            self._cell_offsets,
+            source=sources,
+            wire=self._wires,
+        )
+        self._program, self._deltas = _native.Program(table), deltas.astype(np.uint64)
 
 
-def _layout_of(entries: list[Entry], wires: list[DType]) -> Layout:
+def _layout_of(entries: list[Entry], wires: list[DType]) -> tuple[Layout, npt.NDArray[np.int32]]:
+    """The layout, and the number of each entry's tensor in it."""
     tensors: dict[str, TensorSpec] = {}
     numbers: dict[str, int] = {}
     boxes = []
@@ -137,7 +237,10 @@ def _layout_of(entries: list[Entry], wires: list[DType]) -> Layout:
     doubled = sorted(set(tensors) & set(aliases))
     if doubled:
         raise LayoutError(f"registered twice under one name: {', '.join(doubled)}")
-    return lay_out(tensors.values(), boxes, aliases)
+    catalogue = Catalogue(tuple(tensors.values()), aliases)
+    packed = Boxes.of(boxes, catalogue.width)
+    refuse_overlaps(catalogue, packed.columns(catalogue))
+    return Layout(catalogue.tensors, aliases, packed), np.array([tensor for tensor, _ in boxes], np.int32)
 
 
 def _wire_dtype(entry: Entry, wanted: WireDType) -> DType:
@@ -162,6 +265,7 @@ def _require_castable(name: str, source: DType, wire: DType) -> None:
         )
 
 
-def _make_slot(name: str, size: int) -> LocalSlot:
-    segment = Segment.create(name, size)
-    return LocalSlot(segment, segment.map(writable=True))
+def _make_slot(name: str, size: int, capacity: int = 0) -> LocalSlot:
+    """`size` bytes with their pages, and room to grow in address space."""
+    segment = Segment.create(name, size, capacity=capacity)
+    return LocalSlot(segment, segment.map(writable=True, populate=max(size, 1)))

@@ -19,7 +19,7 @@ from weightsync.versioning.swap.mode import SwapMode
 from weightsync.wire import messages as m
 from weightsync.wire.address import Address, parse_address, require_safe
 from weightsync.wire.keys import Keys, load_subscriber_keys
-from weightsync.wire.layout import Layout
+from weightsync.wire.layout import Catalogue
 from weightsync.wire.query import ask
 
 PathLike = str | os.PathLike[str]
@@ -37,13 +37,13 @@ def fetch_status(
 
 def fetch_layout(
     address: str, *, keys: PathLike | None = None, insecure: bool = False, timeout_s: float = 30.0
-) -> Layout:
+) -> Catalogue:
     """Names, dtypes and shapes of what is published at `address`. Raises SyncTimeoutError."""
     reply = _ask(address, m.AskLayout(), keys, insecure, timeout_s)
     if not isinstance(reply, m.Welcome):
         raise TransportError(f"{address}: asked for its layout, got {type(reply).__name__}")
-    reply.layout.validate()
-    return reply.layout
+    reply.catalogue.validate()
+    return reply.catalogue
 
 
 def pull(

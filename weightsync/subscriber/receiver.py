@@ -22,7 +22,7 @@ from weightsync.subscriber.session import Session, mismatches
 from weightsync.versioning.slots import SlotState, SlotTable
 from weightsync.versioning.swap.mode import SwapMode, Uint64s
 from weightsync.wire import messages as m
-from weightsync.wire.transport import ReadJob
+from weightsync.wire.layout import Boxes
 
 _ATTEMPTS = 2
 _RETRY_S = 0.2
@@ -32,8 +32,8 @@ _IDLE_S = 1.0  # a version that waits this long for a step makes way for a newer
 class Receiver:
     """Owns the session and the slots. `changed` guards both, and every field; callbacks are called without it.
 
-    `open_session` makes a session from a welcome; `send` queues a message to the publisher; `on_verified(version)` and
-    `on_failed(version, error)` tell the subscriber; `rejoin` asks for a fresh welcome.
+    `open_session` makes a session from a welcome and a way to ask for a plan; `send` queues a message to the publisher;
+    `on_verified(version)` and `on_failed(version, error)` tell the subscriber; `rejoin` asks for a fresh welcome.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Receiver:
         *,
         verify_full: bool,
         timeout_s: float,
-        open_session: Callable[[m.Welcome], Session],
+        open_session: Callable[[m.Welcome, Callable[[Boxes], m.Plan]], Session],
         send: Callable[[m.FromMember], None],
         on_session: Callable[[Session | None], None],
         on_verified: Callable[[int, float], None],
@@ -54,13 +54,15 @@ class Receiver:
         self.table = table
         self.session: Session | None = None
         self.fatal: BaseException | None = None
-        self.progress = ctypes.c_uint64(0)
         self._mode = mode
         self._verify_full, self._timeout_s = verify_full, timeout_s
         self._open_session, self._send, self._rejoin = open_session, send, rejoin
         self._on_session, self._on_verified, self._on_failed = on_session, on_verified, on_failed
         self._welcome: m.Welcome | None = None
         self._announce: m.Announce | None = None
+        self._plan: m.Plan | None = None
+        self._announced_plan: m.Plan | None = None
+        self._no_plan: str | None = None
         self._seal: m.Seal | None = None
         self._abort: str | None = None
         self._newest_tried = 0
@@ -80,9 +82,15 @@ class Receiver:
             match message:
                 case m.Welcome():
                     self._welcome, self._announce, self._seal = message, None, None
+                    self._plan, self._no_plan = None, None
                     self._cancel.value = 1  # whatever is being read belongs to an older welcome
+                case m.Plan():
+                    self._plan = message
+                case m.NoPlan():
+                    self._no_plan = message.reason
                 case m.Announce():
                     self._announce, self._seal, self._abort = message, None, None
+                    self._announced_plan = self._plan
                     self._is_pulling = False
                 case m.Seal() if self._announce and message.version == self._announce.version:
                     self._seal = message
@@ -167,9 +175,11 @@ class Receiver:
             self._on_session(None)  # nobody may watch a descriptor that is closed now
             old.close()
         try:
-            session = self._open_session(welcome)
+            session = self._open_session(welcome, lambda boxes: self._ask_plan(welcome.epoch, boxes))
         except WeightSyncError as error:
             with self.changed:
+                if self._welcome is not None or self._stopping:
+                    return  # overtaken
                 self.fatal = None if isinstance(error, TransportError) else error
                 self.changed.notify_all()
             self._on_failed(0, error)
@@ -181,6 +191,20 @@ class Receiver:
             self.session, self.fatal = session, None
             self.changed.notify_all()
         self._on_session(session)
+
+    def _ask_plan(self, epoch: int, boxes: Boxes) -> m.Plan:
+        """Say what is wanted and wait for the plan. Raises LayoutError if it can't be had."""
+        self._send(m.Wants(epoch, boxes))
+        with self.changed:
+            self.changed.wait_for(
+                lambda: self._plan or self._no_plan or self._welcome or self._abort or self._stopping,
+                self._timeout_s,
+            )
+            if self._plan is not None:
+                return self._plan
+            if self._no_plan is not None:
+                raise LayoutError(self._no_plan)
+            raise TransportError(f"the publisher sent no plan: {self._abort or 'it is silent'}")
 
     def _let_go(self, epoch: int) -> None:
         """Start again with the slots of a new publisher. Of the same one, the slot that serves is still held."""
@@ -219,7 +243,7 @@ class Receiver:
             with self.changed:
                 self._newest_tried, self._announce = announce.version, None
                 self.table.move(number, SlotState.VERIFIED)
-                self.table.slots[number].digests, self.table.slots[number].plan = expected, session.plan
+                self.table.slots[number].digests, self.table.slots[number].recipe = expected, session.recipe
                 self._verified_at = time.monotonic()
             took = time.monotonic() - started
             borrows = self._mode.borrows_slots
@@ -236,24 +260,16 @@ class Receiver:
 
     def _fill(self, session: Session, announce: m.Announce, number: int) -> Uint64s:
         """Read and verify; returns the expected digests. Raises what `_receive` sorts out."""
+        if self._announced_plan is not None and self._announced_plan is not session.recipe.message:
+            session.use(self._announced_plan)
         plan = session.plan
         wrong: list[str] = []
         for _ in range(_ATTEMPTS):
-            self.progress.value = 0
             digests = np.zeros(len(plan.wants), np.uint64)
-            targets = self._mode.destinations(number)[plan.wants]
-            job = ReadJob(
-                announce.slot,
-                announce.generation,
-                targets,
-                digests,
-                self._timeout_s,
-                self.progress,
-                self._cancel,
-            )
+            targets = self._mode.destinations(number)[plan.wants] + plan.deltas.astype(np.uint64)
             if not self._mode.borrows_slots:
-                session.reader.read(job)
-            expected = self._await_seal(announce, len(session.layout.shards))[plan.shards]
+                session.read(announce, targets, digests, self._timeout_s, self._cancel)
+            expected = self._await_seal(announce, len(plan.wants))
             if self._verify_full:
                 session.verifier.run(targets, None, digests, threads=self._mode.threads)
             elif self._mode.borrows_slots:
@@ -266,7 +282,7 @@ class Receiver:
             f"version {announce.version}: {len(wrong)} tensors do not match their digests: {shown}"
         )
 
-    def _await_seal(self, announce: m.Announce, shards: int) -> Uint64s:
+    def _await_seal(self, announce: m.Announce, moves: int) -> Uint64s:
         with self.changed:
             got = self.changed.wait_for(
                 lambda: (
@@ -278,9 +294,9 @@ class Receiver:
                 self._timeout_s,
             )
             if self._seal is not None and self._seal.version == announce.version:
-                if len(self._seal.digests) != 8 * shards:
+                if len(self._seal.digests) != 8 * moves:
                     raise VersionError(
-                        f"version {announce.version}: {len(self._seal.digests)} bytes of digests, expected {8 * shards}"
+                        f"version {announce.version}: {len(self._seal.digests)} bytes of digests, expected {8 * moves}"
                     )
                 return np.frombuffer(self._seal.digests, "<u8").astype(np.uint64)
             if got:

@@ -26,9 +26,16 @@ from weightsync.errors import (
     VersionError,
     WeightSyncError,
 )
-from weightsync.subscriber.link import Link
 from weightsync.subscriber.receiver import Receiver
-from weightsync.subscriber.session import Choice, Session, mismatches, open_session, verifier_of
+from weightsync.subscriber.session import (
+    Choice,
+    Recipe,
+    Session,
+    mismatches,
+    open_session,
+    verifier_of,
+    wants_of,
+)
 from weightsync.tensors import Source, find_tensors, ignored_tensors
 from weightsync.versioning.gate import Gate, Step
 from weightsync.versioning.slots import Slot, SlotState, SlotTable
@@ -37,6 +44,8 @@ from weightsync.versioning.swap.modes import swap_mode
 from weightsync.wire import messages as m
 from weightsync.wire.address import parse_address, require_safe
 from weightsync.wire.keys import load_subscriber_keys
+from weightsync.wire.layout import Boxes
+from weightsync.wire.link import Link
 from weightsync.wire.plan import Plan
 from weightsync.wire.transport import Environment
 
@@ -68,7 +77,7 @@ class _Live:
     epoch: int
     version: int
     digests: np.ndarray | None
-    plan: Plan | None = None
+    recipe: Recipe | None = None
 
 
 class Subscriber:
@@ -252,7 +261,7 @@ class Subscriber:
             if not self._mode.is_separate:
                 self._table.activate(number)
             slot = self._table.slots[number]
-            self._live = _Live(slot.epoch, slot.version, slot.digests, slot.plan)
+            self._live = _Live(slot.epoch, slot.version, slot.digests, slot.recipe)
             receiver.changed.notify_all()
             self._send(m.Live(slot.epoch, slot.version, time.perf_counter() - started))
         return slot.version
@@ -263,14 +272,14 @@ class Subscriber:
         if not self._gate.is_inside():
             raise UsageError("check() needs a pinned version; call it inside `with sub.step():`")
         live = self._live
-        if live is None or live.digests is None or live.plan is None:
+        if live is None or live.digests is None or live.recipe is None:
             return []
-        plan = live.plan
-        tensors = [self._entries[number].tensor for number in plan.wants]
-        strides = [byte_strides(tensor) for tensor in tensors]
+        tensors = [entry.tensor for entry in self._entries]
+        plan = live.recipe.plan(wants_of(self._entries, [byte_strides(tensor) for tensor in tensors]))
         addresses = np.fromiter((tensor.data_ptr() for tensor in tensors), np.uint64, len(tensors))
-        digests = np.zeros(len(tensors), np.uint64)
-        verifier_of(plan, strides).run(addresses, None, digests, threads=self._mode.threads)
+        digests = np.zeros(len(plan.wants), np.uint64)
+        places = addresses[plan.wants] + plan.deltas.astype(np.uint64)
+        verifier_of(plan).run(places, None, digests, threads=self._mode.threads)
         return mismatches(plan, digests, live.digests)
 
     @property
@@ -286,7 +295,8 @@ class Subscriber:
     @property
     def received_bytes(self) -> int:
         """Bytes received of the version being read now."""
-        return 0 if self._receiver is None else int(self._receiver.progress.value)
+        session = None if self._receiver is None else self._receiver.session
+        return 0 if session is None else session.received
 
     # ---- steps
 
@@ -333,7 +343,7 @@ class Subscriber:
             self._table.activate(number)
             if self._mode.is_separate:
                 self._table.move(number, SlotState.RETIRED)
-            self._live = live = _Live(slot.epoch, slot.version, slot.digests, slot.plan)
+            self._live = live = _Live(slot.epoch, slot.version, slot.digests, slot.recipe)
             pause = time.perf_counter() - started
             for superseded in verified[:-1]:
                 self._drop(superseded)
@@ -389,9 +399,9 @@ class Subscriber:
         log.warning("%s: %s", self._name, error)
         _call(self._on_failed, version, error)
 
-    def _open(self, welcome: m.Welcome) -> Session:
+    def _open(self, welcome: m.Welcome, ask_plan: Callable[[Boxes], m.Plan]) -> Session:
         with torch.no_grad():
-            return open_session(welcome, self._entries, self._mode, self._environment, self._choice)
+            return open_session(welcome, self._entries, self._mode, self._environment, self._choice, ask_plan)
 
     def _joined(self, session: Session | None) -> None:
         """A session began; None: the one there was is about to end."""
@@ -399,7 +409,7 @@ class Subscriber:
             self._plan = session.plan
             self.stats.transport = session.transport
         if self._link is not None:
-            self._link.watch(None if session is None else session.reader.liveness_fd())
+            self._link.watch(() if session is None else session.liveness_fds())
         live = self._live
         if session is not None and live is not None and live.epoch == session.epoch:
             self._send(m.Live(live.epoch, live.version, 0.0))  # rejoined: what was said meanwhile may be lost

@@ -23,7 +23,9 @@ from weightsync.errors import EvictedError, SyncTimeoutError, TransportError
 from weightsync.publisher.staging import Staging
 from weightsync.segment import Segment
 from weightsync.tensors import find_tensors
-from weightsync.wire.plan import Plan, Want, plan_moves
+from weightsync.types import Box
+from weightsync.wire.arrangement import Arrangement
+from weightsync.wire.plan import Plan, Want, make_plan, match_names
 from weightsync.wire.registry import make_exporter, make_reader
 from weightsync.wire.transport import Environment, Exporter, Reader, ReadJob
 
@@ -40,12 +42,19 @@ class _Bench:
     plan: Plan
     target: np.ndarray
     places: np.ndarray
+    arrangement: Arrangement
+    target_number: int
     gone: list[str] = field(default_factory=list)
+
+    def of_moves(self, staged: np.ndarray) -> np.ndarray:
+        """From the digests of staged cells those that the plan's moves must have."""
+        digests = self.arrangement.digests(self.target_number, [staged.astype(np.int64)])
+        return np.frombuffer(digests, "<u8")
 
     def job(self, *, slot: int = 0, generation: int = 1, timeout_s: float = _TIMEOUT_S) -> ReadJob:
         base = np.uint64(self.target.ctypes.data)
         return ReadJob(
-            slot, generation, self.places + base, np.zeros(len(self.places), np.uint64), timeout_s,
+            slot, generation, self.places[self.plan.wants] + base, np.zeros(len(self.places), np.uint64), timeout_s,
             ctypes.c_uint64(0), ctypes.c_uint32(0),
         )  # fmt: skip
 
@@ -91,6 +100,8 @@ class TransportConformance:
     @pytest.fixture
     def bench(self, model: dict[str, torch.Tensor]) -> Iterator[_Bench]:
         staging = Staging(find_tensors(model), slots=2, wire_dtype=None, threads=2)
+        arrangement = Arrangement([staging.layout], ["here"])
+        staging.follow(arrangement.stage(1, 0))
         gone: list[str] = []
         with zmq.Context() as context:
             exporter = make_exporter(
@@ -110,14 +121,29 @@ class TransportConformance:
                 strides = tuple(
                     int(itemsize * np.prod(spec.shape[:d], dtype=np.int64)) for d in range(len(spec.shape))
                 )
-                box = staging.layout.shards[len(wants)].box
-                wants.append(Want((spec.name,), spec.dtype, spec.shape, box, strides))
+                wants.append(Want((spec.name,), spec.dtype, spec.shape, Box.whole(spec.shape), strides))
                 places.append(end)
                 end += -(-int(np.prod(spec.shape)) * itemsize // 64) * 64
-            plan = plan_moves(staging.layout, wants)
+            matches = match_names(arrangement.catalogue, wants)
+            number = arrangement.want(matches.boxes, "here")
+            arrangement.arrange(keep=True)
+            said = arrangement.plan(1, number)
+            plan = make_plan(
+                arrangement.catalogue, wants, matches, said.boxes, said.ranks, said.wants, said.offsets
+            )
             reader.prepare(plan)
             target = np.zeros(end, np.uint8)
-            yield _Bench(staging, exporter, reader, plan, target, np.array(places, np.uint64), gone)
+            yield _Bench(
+                staging,
+                exporter,
+                reader,
+                plan,
+                target,
+                np.array(places, np.uint64),
+                arrangement,
+                number,
+                gone,
+            )
             reader.close()
             exporter.close()
             staging.close()
@@ -130,7 +156,7 @@ class TransportConformance:
         bench.reader.read(job)
         for got, want in zip(bench.received(), model.values(), strict=True):
             assert torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
-        assert np.array_equal(job.digests, expected[bench.plan.shards])
+        assert np.array_equal(job.digests, bench.of_moves(expected))
 
     def test_the_plan_is_replayed_for_every_version_and_slot(
         self, bench: _Bench, model: dict[str, torch.Tensor]
@@ -141,11 +167,11 @@ class TransportConformance:
             expected = bench.stage(slot, generation)
             job = bench.job(slot=slot, generation=generation)
             bench.reader.read(job)
-            assert np.array_equal(job.digests, expected[bench.plan.shards])
+            assert np.array_equal(job.digests, bench.of_moves(expected))
         assert torch.equal(bench.received()[0], model["large"])
 
     def test_a_changed_byte_changes_its_digest_and_no_other(self, bench: _Bench) -> None:
-        expected = bench.stage(0, 1)[bench.plan.shards]
+        expected = bench.of_moves(bench.stage(0, 1))
         victim = 3
         bench.staging.slots[0].mapping.array[int(bench.plan.offsets[victim])] ^= 0x10
         job = bench.job()
@@ -162,7 +188,7 @@ class TransportConformance:
         expected = np.frombuffer(bench.staging.stage(0, 1), "<u8")
         reading.join(_TIMEOUT_S)
         assert not reading.is_alive()
-        assert np.array_equal(job.digests, expected[bench.plan.shards])
+        assert np.array_equal(job.digests, bench.of_moves(expected))
 
     def test_reading_may_begin_before_the_slot_is_opened(
         self, bench: _Bench, model: dict[str, torch.Tensor]
@@ -177,7 +203,7 @@ class TransportConformance:
         expected = bench.stage(0, 2)
         reading.join(_TIMEOUT_S)
         assert not reading.is_alive()
-        assert np.array_equal(job.digests, expected[bench.plan.shards])
+        assert np.array_equal(job.digests, bench.of_moves(expected))
         assert torch.equal(bench.received()[0], model["large"])
 
     def test_a_slot_that_is_never_opened_ends_in_a_timeout(self, bench: _Bench) -> None:
@@ -234,10 +260,10 @@ class TransportConformance:
     def test_mapped_slots_are_read_only_and_hold_the_same_bytes(self, bench: _Bench) -> None:
         if not bench.reader.caps.maps_slots:
             with pytest.raises(TransportError):
-                bench.reader.slot_segments()
+                bench.reader.slot_segments(HUGE_PAGE)
             return
         bench.stage(1, 1)
-        segments: list[Segment] = bench.reader.slot_segments()
+        segments: list[Segment] = bench.reader.slot_segments(HUGE_PAGE)
         mapping = segments[1].map(writable=False)
         assert mapping.size % HUGE_PAGE == 0
         assert np.array_equal(mapping.array[:4096], bench.staging.slots[1].mapping.array[:4096])

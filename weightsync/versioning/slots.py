@@ -34,13 +34,13 @@ TRANSITIONS: dict[SlotState, frozenset[SlotState]] = {
 
 @dataclass(slots=True)
 class Slot:
-    """One slot: what it holds, the plan it came by, and the digests it was verified against (one per move)."""
+    """One slot: what it holds, the recipe of the plan it came by, and the digests it was verified against (one per move)."""
 
     state: SlotState = SlotState.EMPTY
     epoch: int = 0
     version: int = 0
     digests: npt.NDArray[np.uint64] | None = None
-    plan: Any = None
+    recipe: Any = None
 
 
 class SlotTable:

@@ -1,16 +1,19 @@
 """The coordinator: a thread that answers members on the control socket and keeps the fleet's state.
 
-Owns the ROUTER socket. The publisher's threads call its methods; they change the state under one lock and wake the
-loop, which alone touches the socket. A stalled or hostile peer can't block it: sends never wait.
+Owns the ROUTER socket. It lives in the process of the publisher's rank 0, whose messages it takes directly, or in one of its
+own. All change the state under one lock and wake the loop, which alone touches the socket. A stalled or hostile peer
+can't block it: sends never wait.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -23,19 +26,19 @@ from weightsync.errors import (
     ConfigError,
     FencedError,
     ProtocolError,
-    SyncTimeoutError,
     UsageError,
-    VersionError,
+    WeightSyncError,
 )
 from weightsync.segment import check_descriptors
 from weightsync.types import FleetStatus
 from weightsync.wire import messages as m
 from weightsync.wire.address import Address
-from weightsync.wire.fleet import Fleet, VersionRecord
+from weightsync.wire.fleet import Fleet
 from weightsync.wire.keys import Keys
-from weightsync.wire.layout import Layout
 from weightsync.wire.query import ask
 
+LOCAL = b""
+"""The route of the rank in this process."""
 _BATCH = 256
 _PROBE_S = 1.5
 _TAKEOVER_S = 15.0
@@ -45,13 +48,13 @@ class Coordinator:
     """Binds `address` at once; raises AddressInUseError that names who holds it. `close()` is idempotent."""
 
     def __init__(
-        self, address: Address, *, publisher: str, epoch: int, slots: int, keys: Keys | None, takeover: bool
+        self, address: Address, *, publisher: str, epoch: int, keys: Keys | None, takeover: bool
     ) -> None:
         self._keys = keys
         check_descriptors(ZMQ_DESCRIPTORS, f"a publisher at {address.text}")
         self._context = zmq.Context(io_threads=1)
         self._context.set(zmq.MAX_SOCKETS, 64)
-        self._auth = self._authenticate() if keys else None
+        self._auth = authenticate(self._context, keys) if keys else None
         self._socket = self._context.socket(zmq.ROUTER)
         self._lock_file = -1
         try:
@@ -61,90 +64,67 @@ class Coordinator:
             self._dispose()
             raise
         endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.fleet = Fleet(address=endpoint, publisher=publisher, epoch=epoch, slots=slots)
-        self._changed = threading.Condition()
+        self.fleet = Fleet(address=endpoint, publisher=publisher, epoch=epoch)
+        self._lock = threading.Lock()
+        self._outbox: deque[tuple[bytes, m.ToMember]] = deque()
+        self._deliver: Callable[[m.ToMember], None] = lambda message: None
+        self._on_end: Callable[[BaseException], None] = lambda error: None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
         self._crash: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="weightsync-coordinator", daemon=True)
         self._thread.start()
 
-    # ---- for the publisher
+    # ---- for those in this process
 
     @property
     def context(self) -> zmq.Context[Any]:
         """The context whose authenticator also guards data sockets."""
         return self._context
 
-    def change(self, action: Callable[[Fleet], Any]) -> Any:
-        """Run `action` on the fleet under the lock, send what it wants sent, wake every waiter."""
-        with self._changed:
+    def join(self, deliver: Callable[[m.ToMember], None], on_end: Callable[[BaseException], None]) -> None:
+        """A rank of the publisher in this very process: `deliver` gets its messages, `on_end` why there will be no more.
+        Both are called under the coordinator's lock and must not block."""
+        self._deliver, self._on_end = deliver, on_end
+
+    def receive(self, message: m.FromMember) -> None:
+        """A message of the rank in this process; what can be answered at once is, before this returns."""
+        with self._lock:
             self._require_alive()
-            result = action(self.fleet)
-            self._changed.notify_all()
+            now = time.monotonic()
+            self.fleet.receive(LOCAL, message, now)
+            self.fleet.settle(now)
+            self._collect()
         self._poke()
-        return result
 
     def look(self, action: Callable[[Fleet], Any]) -> Any:
         """Read the fleet under the lock; legal even after the end."""
-        with self._changed:
+        with self._lock:
             return action(self.fleet)
-
-    def wait_until(
-        self, met: Callable[[Fleet], Any], timeout_s: float, timed_out: Callable[[Fleet], str]
-    ) -> Any:
-        """Block until `met` is truthy and return it. Raises SyncTimeoutError with the text of `timed_out`."""
-        deadline = time.monotonic() + timeout_s
-        with self._changed:
-            while True:
-                self._require_alive()
-                result = met(self.fleet)
-                if result:
-                    return result
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise SyncTimeoutError(timed_out(self.fleet))
-                self._changed.wait(left)
-
-    def wait_stage(self, version: int, stage: str, timeout_s: float) -> None:
-        """Block until every member that was there when `version` began is `ready` or `live` with it."""
-
-        def met(fleet: Fleet) -> bool:
-            record = fleet.record(version)
-            if record is None:
-                raise UsageError(f"version {version} is too old to wait for, or was never published")
-            _raise_if_refused(record)
-            return not record.missing(stage)
-
-        def timed_out(fleet: Fleet) -> str:
-            record = fleet.record(version)
-            names = ", ".join(record.missing(stage)) if record else "?"
-            return (
-                f"version {version} is not {stage} everywhere after {timeout_s:g} s; still missing: {names}"
-            )
-
-        self.wait_until(met, timeout_s, timed_out)
 
     def status(self) -> FleetStatus:
         status: FleetStatus = self.look(lambda fleet: fleet.status(time.monotonic()))
         return status
 
-    def register(self, layout: Layout, offers: dict[str, dict[str, str]]) -> None:
-        self.change(lambda fleet: fleet.register(layout, offers))
-
     def gone(self, instance: str) -> None:
         """A member's process has ended (seen by a data transport)."""
         with contextlib.suppress(FencedError, UsageError):
-            self.change(lambda fleet: fleet.gone(instance))
+            self.receive(m.MemberGone(self.fleet.epoch, instance))
+
+    def wait(self) -> None:
+        """Block until the coordinator ends; raises what ended it."""
+        self._thread.join()
+        with self._lock:
+            self._require_alive()
 
     def close(self) -> None:
         """Say farewell, free the address, stop the thread."""
-        with self._changed:
+        with self._lock:
             if self._stopping:
                 return
             self._stopping = True
             self.fleet.farewell("the publisher closed")
-            self._changed.notify_all()
+            self._collect()
         self._poke()
         self._thread.join(timeout=5.0)
         os.close(self._wake)
@@ -154,12 +134,6 @@ class Coordinator:
         self._context.term()
 
     # ---- binding
-
-    def _authenticate(self) -> zmq.auth.thread.ThreadAuthenticator:
-        auth = zmq.auth.thread.ThreadAuthenticator(self._context)
-        auth.start()
-        auth.configure_curve_callback("weightsync", _Allow(self._keys.allowed if self._keys else frozenset()))
-        return auth
 
     def _configure(self, socket: zmq.Socket[Any], address: Address) -> None:
         socket.linger = 300
@@ -233,7 +207,7 @@ class Coordinator:
         poller.register(self._wake, zmq.POLLIN)
         try:
             while not self._stopping and not self.fleet.fenced_by:
-                events = dict(poller.poll(int(HEARTBEAT_S * 1000)))
+                events = dict(poller.poll(self._patience_ms()))
                 if self._wake in events:
                     with contextlib.suppress(BlockingIOError):
                         os.eventfd_read(self._wake)
@@ -243,8 +217,17 @@ class Coordinator:
             self._crash = crash
         finally:
             self._dispose()
-            with self._changed:
-                self._changed.notify_all()
+            with self._lock:
+                error = self._end()
+                if error is not None:
+                    self._on_end(error)
+
+    def _patience_ms(self) -> int:
+        """Until the next heartbeat is due, or somebody's deadline."""
+        with self._lock:
+            deadline = self.fleet.next_deadline()
+        left = HEARTBEAT_S if deadline is None else min(HEARTBEAT_S, deadline - time.monotonic())
+        return max(0, math.ceil(left * 1000))
 
     def _dispose(self) -> None:
         self._socket.close()
@@ -271,44 +254,73 @@ class Coordinator:
 
     def _turn(self, batch: list[tuple[bytes, list[bytes], str]]) -> None:
         now = time.monotonic()
-        with self._changed:
+        with self._lock:
             for route, frames, user in batch:
                 try:
                     message = m.decode_from_member(frames)
                 except ProtocolError as error:
                     self.fleet.refuse(route, str(error))
                     continue
-                if isinstance(message, m.TakeOver) and self._may_take_over(user):
+                if isinstance(message, m.Enlist) and not self._is_publisher(user):
+                    self.fleet.refuse(route, "a rank of the publisher needs the publisher's own key")
+                    continue
+                if isinstance(message, m.TakeOver) and self._is_publisher(user):
                     self.fleet.fence(f"taken over by publisher {message.publisher!r}, epoch {message.epoch}")
                     self.fleet.refuse(route, "yours now")
                 self.fleet.receive(route, message, now)
+            local = self.fleet.ranks.find(LOCAL)
+            if local is not None:
+                local.last_seen = now
             self.fleet.tick(now)
-            self._changed.notify_all()
+            self.fleet.settle(now)
+            self._collect()
         self._flush()
 
-    def _may_take_over(self, user: str) -> bool:
+    def _is_publisher(self, user: str) -> bool:
         return self._keys is None or user == self._keys.publisher.decode()
 
+    def _collect(self) -> None:
+        """Called locked: sort what the fleet wants sent."""
+        for route, message in self.fleet.drain():
+            if route == LOCAL:
+                self._deliver(message)
+            else:
+                self._outbox.append((route, message))
+
     def _flush(self) -> None:
-        with self._changed:
-            out = list(self.fleet.drain())
-        for route, message in out:
-            with contextlib.suppress(zmq.Again):
+        while self._outbox:
+            route, message = self._outbox.popleft()
+            with contextlib.suppress(zmq.Again, zmq.ZMQError):
                 self._socket.send_multipart([route, *m.encode(message)], zmq.NOBLOCK)
 
     def _poke(self) -> None:
         if self._wake >= 0:
             os.eventfd_write(self._wake, 1)
 
-    def _require_alive(self) -> None:
+    def _end(self) -> WeightSyncError | None:
+        """Why there is no more service; None: there is."""
         if self.fleet.fenced_by:
-            raise FencedError(
+            return FencedError(
                 f"{self.fleet.address}: this publisher (epoch {self.fleet.epoch}) is fenced: {self.fleet.fenced_by}"
             )
         if self._crash is not None:
-            raise UsageError(f"the coordinator thread failed: {self._crash!r}") from self._crash
-        if self._stopping:
-            raise UsageError("the publisher is closed")
+            error = UsageError(f"the coordinator thread failed: {self._crash!r}")
+            error.__cause__ = self._crash
+            return error
+        return UsageError("the publisher is closed") if self._stopping else None
+
+    def _require_alive(self) -> None:
+        error = self._end()
+        if error is not None:
+            raise error
+
+
+def authenticate(context: zmq.Context[Any], keys: Keys) -> zmq.auth.thread.ThreadAuthenticator:
+    """Let nobody connect to the sockets of `context` but those whose keys are allowed. `stop()` it before the context."""
+    auth = zmq.auth.thread.ThreadAuthenticator(context)
+    auth.start()
+    auth.configure_curve_callback("weightsync", _Allow(keys.allowed))
+    return auth
 
 
 class _Allow:
@@ -319,22 +331,3 @@ class _Allow:
 
     def callback(self, domain: str, key: bytes) -> bool:
         return key in self._allowed
-
-
-def _raise_if_refused(record: VersionRecord) -> None:
-    if record.aborted:
-        raise VersionError(f"version {record.version} was aborted: {record.aborted}")
-    errors = {
-        name: report.error
-        for name, report in record.members.items()
-        if report.error and name not in record.lost
-    }
-    if errors:
-        listed = "; ".join(f"{name}: {error}" for name, error in errors.items())
-        raise VersionError(
-            f"version {record.version} was refused, the previous one still serves there. {listed}"
-        )
-    if record.members and len(record.lost) == len(record.members):
-        raise VersionError(
-            f"version {record.version}: every member was lost: {', '.join(sorted(record.lost))}"
-        )

@@ -1,4 +1,5 @@
-"""The coordinator's state: members, slots, leases and versions. No sockets, no threads: messages in, messages out.
+"""The coordinator's state: ranks of the publisher, members, slots, leases and versions. No sockets, no threads: messages
+in, messages out.
 
 A slot with leases is never overwritten. A lease is *reading* (ends when the member verified, refused, or died; can be
 evicted) or *pinned* (the slot itself serves on that member; ends only when it says so or its process is gone).
@@ -7,13 +8,20 @@ evicted) or *pinned* (the slot itself serves on that member; ends only when it s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from weightsync.config import MAX_MEMBERS, MEMBER_TIMEOUT_S
+import msgspec
+import numpy as np
+
+from weightsync.config import HEARTBEAT_S, MAX_MEMBERS, MEMBER_TIMEOUT_S
+from weightsync.errors import FencedError, LayoutError, ProtocolError, UsageError, VersionError
+from weightsync.moves import Int64s
 from weightsync.types import FleetStatus, MemberReport, MemberStatus
 from weightsync.wire import messages as m
-from weightsync.wire.layout import Layout
+from weightsync.wire.arrangement import Arrangement
+from weightsync.wire.ranks import Rank, Ranks
+from weightsync.wire.requests import Request, Requests
 
 _RECORDS = 64
 READING = "reading"
@@ -22,12 +30,14 @@ PINNED = "pinned"
 
 @dataclass(slots=True)
 class Member:
-    """A subscriber that said Hello."""
+    """A subscriber that said Hello. `target`: its number in the arrangement, once it said what it wants."""
 
     hello: m.Hello
     label: str
     last_seen: float
     welcomed: bool = False
+    target: int | None = None
+    plan: m.Plan | None = None
     newer_than: int | None = None
     live_version: int | None = None
     state: str = "joining"
@@ -37,11 +47,17 @@ class Member:
 
 @dataclass(slots=True)
 class SlotState:
-    """One staging slot: `version` 0 is empty; `digests` None is not sealed yet."""
+    """One staging slot, on all ranks: `version` 0 is empty. `digests`: of all cells of each rank, None until it has sealed
+    its part. `cells`: how many cells of each rank are (or will be) there. `edition`: of the arrangement they are of."""
 
     version: int = 0
     generation: int = 0
-    digests: bytes | None = None
+    is_sealed: bool = False
+    digests: list[Int64s | None] = field(default_factory=list)
+    cells: list[int] = field(default_factory=list)
+    edition: int = -1
+    begun: set[int] = field(default_factory=set)
+    extending: set[int] = field(default_factory=set)
     leases: dict[str, str] = field(default_factory=dict)
 
 
@@ -57,6 +73,24 @@ class VersionRecord:
     aborted: str | None = None
     lost: set[str] = field(default_factory=set)
     late: set[str] = field(default_factory=set)
+
+    def raise_if_refused(self) -> None:
+        """Raise VersionError if the version was aborted, a member refused it, or every member was lost."""
+        if self.aborted:
+            raise VersionError(f"version {self.version} was aborted: {self.aborted}")
+        errors = [
+            f"{name}: {report.error}"
+            for name, report in self.members.items()
+            if report.error and name not in self.lost
+        ]
+        if errors:
+            raise VersionError(
+                f"version {self.version} was refused, the previous one still serves there. {'; '.join(errors)}"
+            )
+        if self.members and len(self.lost) == len(self.members):
+            raise VersionError(
+                f"version {self.version}: every member was lost: {', '.join(sorted(self.lost))}"
+            )
 
     def missing(self, stage: str) -> list[str]:
         """Members that have not reached `stage` ("ready" or "live") and still may."""
@@ -77,29 +111,236 @@ class VersionRecord:
 
 
 class Fleet:
-    """Feed it messages and ticks under one lock; send what `drain()` yields."""
+    """Feed it messages and ticks under one lock; call `settle` after each turn; send what `drain()` yields."""
 
-    def __init__(self, *, address: str, publisher: str, epoch: int, slots: int) -> None:
+    def __init__(self, *, address: str, publisher: str, epoch: int) -> None:
         self.address = address
         self.publisher = publisher
         self.epoch = epoch
-        self.slots = [SlotState() for _ in range(slots)]
+        self.ranks = Ranks()
+        self.arrangement: Arrangement | None = None
+        self.slots: list[SlotState] = []
         self.members: dict[bytes, Member] = {}
         self.records: deque[VersionRecord] = deque(maxlen=_RECORDS)
         self.newest = 0
         self.fenced_by: str | None = None
         self.refused = 0
-        self._layout: Layout | None = None
-        self._offers: dict[str, dict[str, str]] = {}
+        self.requests = Requests(epoch, self._send)
+        self._begun = 0  # the newest version that any rank began
+        self._skipped = 0
+        self._generation = 0
+        self._must_arrange = False
+        self._is_open = False
+        self._last_tick = 0.0
         self._out: list[tuple[bytes, m.ToMember]] = []
 
-    # ---- from the publisher
+    # ---- ranks
 
-    def register(self, layout: Layout, offers: dict[str, dict[str, str]]) -> None:
-        """The layout is settled: members that waited for it are welcomed."""
-        self._layout, self._offers = layout, offers
+    def _enlist(self, route: bytes, enlist: m.Enlist, now: float) -> None:
+        refusal = self.ranks.refusal(enlist, now)
+        if refusal is not None:
+            self._send(route, m.Refused(self.epoch, refusal))
+            return
+        is_new = not self.ranks.knows(enlist)
+        pushed_out = self.ranks.seat(route, enlist, now)
+        if pushed_out is not None:
+            self._send(
+                pushed_out.route, m.Refused(self.epoch, f"{pushed_out.label} was replaced by another process")
+            )
+        self.newest = max(self.newest, enlist.version)
+        self._begun = max(self._begun, enlist.version)
+        if is_new:
+            self._lose_slots(f"rank {enlist.rank} of the publisher started again")
+            self.slots = [SlotState() for _ in range(enlist.slots)]
+        self._send(route, m.Enlisted(self.epoch, self._begun))
+        if not any(seat is None for seat in self.ranks.seats):
+            self._settle_layout(route, is_new)
+
+    def _settle_layout(self, route: bytes, is_new: bool) -> None:
+        """All ranks are there: say what each stages."""
+        enlisted = [rank.enlist for rank in self.ranks.present()]
+        layouts, hosts = [enlist.layout for enlist in enlisted], [enlist.host for enlist in enlisted]
+        known = self.arrangement
+        if known is None or known.layouts != layouts or known.hosts != hosts:
+            try:
+                self.arrangement = Arrangement(layouts, hosts)
+            except (LayoutError, ProtocolError) as error:
+                for rank in self.ranks.present():
+                    self._send(rank.route, m.NoPlan(self.epoch, str(error)))
+                newcomer = self.ranks.find(route)
+                if newcomer is not None:
+                    self.ranks.remove(newcomer)
+                return
+            for member in self.members.values():
+                member.target, member.plan = None, None
+            self._is_open = False
+            self._stage_all()
+            return
+        for rank in self.ranks.present():
+            if rank.route == route:
+                self._send(route, known.stage(self.epoch, rank.enlist.rank))
+        self._is_open = self._is_open and not is_new
+
+    def _offers(self, rank: Rank, offers: dict[str, dict[str, str]]) -> None:
+        """A rank's slots are there. With the last one the publisher opens: members that waited are welcomed."""
+        if self._is_open and rank.offers == offers:
+            return
+        rank.offers = offers
+        if not self.ranks.missing():
+            self._is_open = True
+            for route, member in self.members.items():
+                self._welcome(route, member)
+
+    def _rank_lost(self, rank: Rank, why: str) -> None:
+        """The version being staged is lost, no other; the seat waits for its process, or another one."""
+        self.ranks.remove(rank)
+        self.requests.forget(rank.route)
+        staging = self._staging()
+        if staging is not None:
+            self._abort(staging.version, f"{rank.label} {why}")
+
+    def _lose_slots(self, reason: str) -> None:
+        for slot in self.slots:
+            if slot.version and not slot.is_sealed:
+                self._abort(slot.version, reason)
+            self._break_leases(slot, reason)
+
+    def _stage_all(self) -> None:
+        if self.arrangement is not None:
+            for rank in self.ranks.present():
+                self._send(rank.route, self.arrangement.stage(self.epoch, rank.enlist.rank))
+
+    def _staging(self) -> SlotState | None:
+        return next((slot for slot in self.slots if slot.version and not slot.is_sealed), None)
+
+    # ---- versions
+
+    def _ask_begin(self, rank: Rank, ask: m.Begin, now: float) -> None:
+        def attempt(at: float) -> m.Answer | None:
+            return self._try_begin(rank, ask, now)
+
+        def why() -> str:
+            return self._why_not_begun(ask)
+
+        self._request(rank.route, ask.request, now + ask.timeout_s, attempt, why)
+
+    def _try_begin(self, rank: Rank, ask: m.Begin, started: float) -> m.Answer | None:
+        number, version = rank.enlist.rank, ask.version
+        if self.ranks.missing():
+            return None
+        staging = self._staging()
+        if staging is not None and staging.version == version and number not in staging.begun:
+            staging.begun.add(number)
+            return m.Answer(self.epoch, ask.request, self.slots.index(staging), staging.generation)
+        if version == self._skipped and len(self.ranks.seats) > 1:
+            return m.Answer(self.epoch, ask.request)
+        record = self.record(version)
+        if record is not None and record.aborted and len(self.ranks.seats) > 1:
+            raise VersionError(f"version {version} was aborted: {record.aborted}")
+        if version <= self.newest or (staging is not None and version <= staging.version):
+            raise UsageError(
+                f"version {version} is not newer than {max(self.newest, self._begun)}; versions only grow"
+            )
+        if staging is not None or (ask.max_lag is not None and self.laggards(version - ask.max_lag)):
+            return None
+        slot = self.take_slot()
+        if slot is None and ask.when_full == "evict":
+            slot = self.evict()
+        if slot is None and ask.when_full == "skip":
+            self._skipped = version
+            return m.Answer(self.epoch, ask.request)
+        if slot is None:
+            return None
+        self._begin(version, slot, started)
+        self.slots[slot].begun.add(number)
+        return m.Answer(self.epoch, ask.request, slot, self.slots[slot].generation)
+
+    def _why_not_begun(self, ask: m.Begin) -> str:
+        waited = f"version {ask.version} waited {ask.timeout_s:g} s"
+        missing, staging = self.ranks.missing(), self._staging()
+        if missing:
+            return f"{waited} for {', '.join(missing)} of the publisher"
+        if staging is not None:
+            late = [f"rank {r}" for r, digests in enumerate(staging.digests) if digests is None]
+            return f"{waited} for version {staging.version}, which {', '.join(late)} has not staged"
+        if ask.max_lag is not None and (laggards := self.laggards(ask.version - ask.max_lag)):
+            return f"max_lag={ask.max_lag}: {waited} for {', '.join(laggards)}"
+        return (
+            f"no slot was free within {ask.timeout_s:g} s; held by {', '.join(self.holders())}; "
+            'raise slots=, or choose when_full="skip" or "evict"'
+        )
+
+    def _begin(self, version: int, slot: int, now: float) -> None:
+        """Staging of `version` starts; members with a standing pull are told, and hold a lease from here on."""
+        if self.arrangement is None:
+            raise UsageError("there is no layout yet")
+        self._generation += 1
+        counts = self.arrangement.counts()
+        self.slots[slot] = SlotState(
+            version, self._generation, False, [None] * len(counts), counts, self.arrangement.edition
+        )
+        self._begun = version
+        reports = {
+            member.label: MemberReport() for member in self.members.values() if member.plan is not None
+        }
+        self.records.append(VersionRecord(version, now, reports))
+        self._grant_all()
+
+    def _sealed(self, rank: Rank, message: m.Sealed, now: float) -> None:
+        slot = self._slot_of(message.version)
+        if slot is None or slot.is_sealed:
+            return
+        number = rank.enlist.rank
+        digests = np.frombuffer(message.digests[: len(message.digests) // 8 * 8], "<u8").astype(np.int64)
+        if len(digests) < slot.cells[number]:
+            self._abort(slot.version, f"{rank.label} sealed {len(digests)} cells of {slot.cells[number]}")
+            return
+        slot.digests[number], slot.cells[number] = digests, len(digests)
+        if all(found is not None for found in slot.digests):
+            self._seal(slot, now)
+
+    def _seal(self, slot: SlotState, now: float) -> None:
+        """The version is complete and immutable."""
+        slot.is_sealed, self.newest = True, slot.version
+        record = self.record(slot.version)
+        if record is not None:
+            record.sealed = now
         for route, member in self.members.items():
-            self._welcome(route, member)
+            if member.hello.instance in slot.leases:
+                self._send_seal(route, member, slot)
+
+    def _extended(self, rank: Rank, message: m.Extended) -> None:
+        slot = self._slot_of(message.version)
+        if slot is None or not slot.is_sealed:
+            return
+        number = rank.enlist.rank
+        slot.extending.discard(number)
+        digests = np.frombuffer(message.digests[: len(message.digests) // 8 * 8], "<u8").astype(np.int64)
+        if len(digests) > slot.cells[number]:
+            slot.digests[number], slot.cells[number] = digests, len(digests)
+
+    def _extend_newest(self) -> None:
+        """Cells that were added since the newest version was sealed are made out of its own slot, for late joiners."""
+        slot, arrangement = self._slot_of(self.newest), self.arrangement
+        if slot is None or arrangement is None or not slot.is_sealed or slot.edition != arrangement.edition:
+            return
+        for rank, count in zip(self.ranks.present(), arrangement.counts(), strict=False):
+            number = rank.enlist.rank
+            if slot.cells[number] < count and number not in slot.extending:
+                slot.extending.add(number)
+                self._send(rank.route, arrangement.extend(
+                    self.epoch, number, version=slot.version, slot=self.slots.index(slot), generation=slot.generation,
+                    first=slot.cells[number],
+                ))  # fmt: skip
+
+    def _abort(self, version: int, reason: str) -> None:
+        """The version will not exist (staging failed); its slot is empty again."""
+        slot, record = self._slot_of(version), self.record(version)
+        if record is not None:
+            record.aborted = reason
+        if slot is not None:
+            self._break_leases(slot, reason)
+            slot.version, slot.is_sealed = 0, False
 
     def free_slot(self) -> int | None:
         """A slot that may be overwritten: no leases, not the newest sealed version. Empty ones first, then the oldest.
@@ -136,35 +377,6 @@ class Fleet:
             self._break_leases(self.slots[victim], "evicted: the publisher reused the slot")
         return victim
 
-    def begin(self, version: int, slot: int, generation: int, now: float) -> None:
-        """Staging of `version` starts; members with a standing pull are told, and hold a lease from here on."""
-        self.slots[slot] = SlotState(version, generation)
-        reports = {member.label: MemberReport() for member in self.members.values() if member.welcomed}
-        self.records.append(VersionRecord(version, now, reports))
-        for route, member in self.members.items():
-            if member.newer_than is not None and version > member.newer_than:
-                self._grant(route, member, self.slots[slot])
-
-    def seal(self, version: int, digests: bytes, now: float) -> None:
-        """The version is complete and immutable."""
-        slot = self._slot_of(version)
-        record = self.record(version)
-        if slot is None or record is None:
-            return
-        slot.digests, record.sealed, self.newest = digests, now, version
-        for route, member in self.members.items():
-            if member.hello.instance in slot.leases:
-                self._send(route, m.Seal(self.epoch, version, digests))
-
-    def abort(self, version: int, reason: str) -> None:
-        """The version will not exist (staging failed); its slot is empty again."""
-        slot, record = self._slot_of(version), self.record(version)
-        if record is not None:
-            record.aborted = reason
-        if slot is not None:
-            self._break_leases(slot, reason)
-            slot.version, slot.digests = 0, None
-
     def fence(self, reason: str) -> None:
         """This publisher is over: nobody is served any more."""
         if self.fenced_by is None:
@@ -172,41 +384,127 @@ class Fleet:
             self.farewell(reason)
 
     def farewell(self, reason: str) -> None:
-        for route in self.members:
+        """The coordinator ends: say so to everybody."""
+        for route in (*self.members, *(rank.route for rank in self.ranks.present())):
             self._send(route, m.Farewell(self.epoch, reason))
 
-    # ---- from members
+    def _await_members(self, rank: Rank, ask: m.AwaitMembers, now: float) -> None:
+        def joined() -> list[str]:
+            return [member.label for member in self.members.values() if member.plan is not None]
+
+        def attempt(at: float) -> m.Answer | None:
+            return m.Answer(self.epoch, ask.request) if len(joined()) >= ask.count else None
+
+        def why() -> str:
+            return f"{ask.count} members were wanted within {ask.timeout_s:g} s; joined: " + (
+                ", ".join(joined()) or "none"
+            )
+
+        self._request(rank.route, ask.request, now + ask.timeout_s, attempt, why)
+
+    def _await_stage(self, rank: Rank, ask: m.AwaitStage, now: float) -> None:
+        version, stage = ask.version, ask.stage
+
+        def attempt(at: float) -> m.Answer | None:
+            record = self.record(version)
+            if record is None:
+                raise UsageError(f"version {version} is too old to wait for, or was never published")
+            record.raise_if_refused()
+            is_there = record.sealed is not None and (stage == "staged" or not record.missing(stage))
+            return m.Answer(self.epoch, ask.request) if is_there else None
+
+        def why() -> str:
+            record, slot = self.record(version), self._slot_of(version)
+            names = record.missing(stage) if record is not None and stage != "staged" else []
+            if slot is not None and not slot.is_sealed:
+                names = [f"rank {r} of the publisher" for r, d in enumerate(slot.digests) if d is None]
+            return f"version {version} is not {stage} everywhere after {ask.timeout_s:g} s; still missing: {', '.join(names)}"
+
+        self._request(rank.route, ask.request, now + ask.timeout_s, attempt, why)
+
+    def _request(
+        self, route: bytes, number: int, deadline: float, attempt: Callable[[float], m.Answer | None],
+        why: Callable[[], str],
+    ) -> None:  # fmt: skip
+        def unless_fenced(at: float) -> m.Answer | None:
+            if self.fenced_by is not None:
+                raise FencedError(
+                    f"{self.address}: this publisher (epoch {self.epoch}) is fenced: {self.fenced_by}"
+                )
+            return attempt(at)
+
+        self.requests.add(Request(route, number, deadline, unless_fenced, why))
+
+    # ---- from ranks and members
 
     def receive(self, route: bytes, message: m.FromMember, now: float) -> None:
-        """One message of a member."""
+        """One message of a member, or of a rank of the publisher."""
         match message:
             case m.AskStatus():
                 self._send(route, m.Status(self.status(now)))
-                return
             case m.AskLayout():
-                if self._layout is not None:
-                    self._send(route, m.Welcome(self.epoch, self.publisher, self._layout, {}))
-                return
+                if self.arrangement is not None and self._is_open:
+                    self._send(route, m.Welcome(self.epoch, self.publisher, self.arrangement.catalogue, []))
             case m.Hello():
                 self._hello(route, message, now)
-                return
+            case m.Enlist():
+                self._enlist(route, message, now)
             case m.TakeOver():
-                return  # decided by the coordinator, which knows the peer's key
-        member = self.members.get(route)
-        if member is None or message.epoch != self.epoch:
-            if message.epoch > self.epoch:
-                self.fence(f"a member follows epoch {message.epoch}, newer than {self.epoch}")
-            elif not isinstance(message, m.Bye):
-                self._send(route, m.Unknown(self.epoch))
-            return
-        member.last_seen = now
+                pass  # decided by the coordinator, which knows the peer's key
+            case _:
+                rank, member = self.ranks.find(route), self.members.get(route)
+                if (rank is None and member is None) or message.epoch != self.epoch:
+                    self._answer_stranger(route, message)
+                elif rank is not None:
+                    rank.last_seen = now
+                    self._from_rank(rank, message, now)
+                elif member is not None:
+                    member.last_seen = now
+                    self._from_member(route, member, message, now)
+
+    def _answer_stranger(self, route: bytes, message: m.Known) -> None:
+        if message.epoch > self.epoch:
+            self.fence(f"a member follows epoch {message.epoch}, newer than {self.epoch}")
+        elif not isinstance(message, m.Bye):
+            self._send(route, m.Unknown(self.epoch))
+
+    def _from_rank(self, rank: Rank, message: m.FromMember, now: float) -> None:
+        match message:
+            case m.Beat():
+                self._send(rank.route, m.Pong(self.epoch, self.newest))
+            case m.Offers():
+                self._offers(rank, message.offers)
+            case m.Begin():
+                self._ask_begin(rank, message, now)
+            case m.Sealed():
+                self._sealed(rank, message, now)
+            case m.Extended():
+                self._extended(rank, message)
+            case m.Aborted():
+                self._abort(message.version, message.reason)
+            case m.MemberGone():
+                self.gone(message.instance)
+            case m.AwaitMembers():
+                self._await_members(rank, message, now)
+            case m.AwaitStage():
+                self._await_stage(rank, message, now)
+            case m.AskReport():
+                self._send(
+                    rank.route, m.Answer(self.epoch, message.request, report=self.report(message.version))
+                )
+            case m.Bye():
+                self._rank_lost(rank, "left")
+
+    def _from_member(self, route: bytes, member: Member, message: m.FromMember, now: float) -> None:
         match message:
             case m.Heartbeat():
                 member.state, member.transport = message.state, message.transport
                 member.live_version = message.live_version
                 self._send(route, m.Pong(self.epoch, self.newest))
+            case m.Wants():
+                self._wants(route, member, message)
             case m.Pull():
-                self._pull(route, member, message.newer_than)
+                member.newer_than = message.newer_than
             case m.Verified():
                 self._verified(member, message, now)
             case m.Live():
@@ -217,6 +515,18 @@ class Fleet:
                 self._failed(member, message)
             case m.Bye():
                 self._remove(route, "left", keep_pinned=False)
+
+    def settle(self, now: float) -> None:
+        """Do what the messages of this turn made possible."""
+        if self._must_arrange:
+            self._arrange()
+        self._extend_newest()
+        self._grant_all()
+        self.requests.settle(now)
+
+    def next_deadline(self) -> float | None:
+        """When somebody's wait ends."""
+        return self.requests.next_deadline()
 
     def refuse(self, route: bytes, reason: str) -> None:
         """Answer bytes that are not a message of ours."""
@@ -233,6 +543,15 @@ class Fleet:
 
     def tick(self, now: float) -> None:
         """Drop members that have been silent too long. A pinned slot stays theirs: the process may only be stopped."""
+        stalled = now - self._last_tick - HEARTBEAT_S if self._last_tick else 0.0
+        self._last_tick = now
+        if stalled > HEARTBEAT_S:  # this process was stopped, so nobody could be heard
+            for present in self.ranks.present():
+                present.last_seen += stalled
+            for member in self.members.values():
+                member.last_seen += stalled
+        for rank in self.ranks.silent(now):
+            self._rank_lost(rank, f"was silent for {now - rank.last_seen:.1f} s")
         for route, member in list(self.members.items()):
             silent = now - member.last_seen
             if silent > MEMBER_TIMEOUT_S:
@@ -257,7 +576,9 @@ class Fleet:
         return [
             f"{member.label} (live {member.live_version})"
             for member in self.members.values()
-            if member.welcomed and member.hello.role == "server" and (member.live_version or 0) < version
+            if member.plan is not None
+            and member.hello.role == "server"
+            and (member.live_version or 0) < version
         ]
 
     def status(self, now: float) -> FleetStatus:
@@ -271,11 +592,21 @@ class Fleet:
             )
             for member in self.members.values()
         ]  # fmt: skip
-        layout = self._layout
+        catalogue = self.arrangement.catalogue if self.arrangement else None
         return FleetStatus(
             self.address, self.epoch, self.publisher, self.newest, len(self.slots),
-            layout.size_bytes if layout else 0, len(layout.tensors) if layout else 0, rows,
+            catalogue.size_bytes if catalogue else 0, len(catalogue.tensors) if catalogue else 0, rows,
+            len(self.ranks.seats), self.ranks.missing(),
         )  # fmt: skip
+
+    def report(self, version: int) -> m.Report | None:
+        """What is known of a version."""
+        record = self.record(version)
+        if record is None:
+            return None
+        staged = None if record.sealed is None else record.sealed - record.started
+        members = {name: msgspec.structs.replace(report) for name, report in record.members.items()}
+        return m.Report(staged, record.reached("ready"), record.reached("live"), members)
 
     def drain(self) -> Iterator[tuple[bytes, m.ToMember]]:
         """Messages to send, oldest first; each is yielded once."""
@@ -315,19 +646,74 @@ class Fleet:
             label = hello.name if hello.name not in labels else f"{hello.name}@{hello.pid}"
             label = label if label not in labels else f"{label}.{hello.instance[:6]}"
         member = self.members[route] = Member(hello, label, now)
-        if self._layout is not None:
+        if self._is_open:
             self._welcome(route, member)
 
     def _welcome(self, route: bytes, member: Member) -> None:
-        if self._layout is not None:
+        if self.arrangement is not None:
             member.welcomed, member.state = True, "welcomed"
-            self._send(route, m.Welcome(self.epoch, self.publisher, self._layout, self._offers))
+            member.target, member.plan, member.newer_than = None, None, None
+            self._end_leases(member.hello.instance, keep_pinned=True)
+            offers = [rank.offers or {} for rank in self.ranks.present()]
+            self._send(route, m.Welcome(self.epoch, self.publisher, self.arrangement.catalogue, offers))
 
-    def _pull(self, route: bytes, member: Member, newer_than: int) -> None:
-        member.newer_than = newer_than
-        newest = max(self.slots, key=lambda slot: slot.version)
-        if newest.version > newer_than:
-            self._grant(route, member, newest)
+    def _wants(self, route: bytes, member: Member, message: m.Wants) -> None:
+        if self.arrangement is None or not member.welcomed:
+            return
+        try:
+            member.target = self.arrangement.want(message.boxes, member.hello.host)
+        except ProtocolError as error:
+            self.refuse(route, str(error))
+            return
+        member.plan = None
+        self._must_arrange = True
+
+    def _arrange(self) -> None:
+        """Make cells for what new members want, and tell whom it concerns."""
+        arrangement = self.arrangement
+        self._must_arrange = False
+        if arrangement is None:
+            return
+        is_mapped = any(member.plan and member.hello.holds is not None for member in self.members.values())
+        if arrangement.arrange(keep=is_mapped or any(slot.version for slot in self.slots)):
+            self._stage_all()
+        for route, member in self.members.items():
+            if member.target is None:
+                continue
+            refusal = arrangement.refusal(member.target)
+            if refusal is not None:
+                member.target, member.state, member.error = None, "refused", refusal
+                self._send(route, m.NoPlan(self.epoch, refusal))
+            elif (plan := arrangement.plan(self.epoch, member.target)) != member.plan:
+                member.plan = plan
+                self._send(route, plan)
+
+    def _grant_all(self) -> None:
+        """Give every member with a standing pull the newest version that is newer."""
+        if not any(member.newer_than is not None for member in self.members.values()):
+            return
+        newest = max(self.slots, key=lambda slot: slot.version, default=None)
+        if newest is None or not newest.version or self.ranks.missing():
+            return
+        for route, member in self.members.items():
+            if (
+                member.newer_than is not None
+                and newest.version > member.newer_than
+                and self._covers(newest, member)
+            ):
+                self._grant(route, member, newest)
+
+    def _covers(self, slot: SlotState, member: Member) -> bool:
+        arrangement = self.arrangement
+        if (
+            arrangement is None
+            or member.plan is None
+            or member.target is None
+            or slot.edition != arrangement.edition
+        ):
+            return False
+        needs = arrangement.needs(member.target)
+        return all(need <= there for need, there in zip(needs, slot.cells, strict=True))
 
     def _grant(self, route: bytes, member: Member, slot: SlotState) -> None:
         member.newer_than = None
@@ -336,8 +722,14 @@ class Fleet:
         )  # what may go live there is not taken away any more
         slot.leases.setdefault(member.hello.instance, kind)
         self._send(route, m.Announce(self.epoch, slot.version, self.slots.index(slot), slot.generation))
-        if slot.digests is not None:
-            self._send(route, m.Seal(self.epoch, slot.version, slot.digests))
+        if slot.is_sealed:
+            self._send_seal(route, member, slot)
+
+    def _send_seal(self, route: bytes, member: Member, slot: SlotState) -> None:
+        if self.arrangement is not None and member.target is not None:
+            found = [digests for digests in slot.digests if digests is not None]
+            digests = self.arrangement.digests(member.target, found)
+            self._send(route, m.Seal(self.epoch, slot.version, digests))
 
     def _verified(self, member: Member, message: m.Verified, now: float) -> None:
         slot = self._slot_of(message.version)

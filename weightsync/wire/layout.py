@@ -1,17 +1,21 @@
-"""What a publisher holds, without the memory: tensors, their shards, and where each lies in a slot."""
+"""What each side holds or wants, without the memory: tensors by name, and boxes of them in columns."""
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
+import numpy as np
 
-from weightsync.config import TENSOR_ALIGNMENT
+from weightsync._native.layout import MAX_NDIM
 from weightsync.errors import LayoutError, ProtocolError
-from weightsync.segment import round_up
+from weightsync.moves import Int64s
 from weightsync.types import DTYPES, Box
+from weightsync.wire.boxes import box_text, intersect
+from weightsync.wire.columns import Int32s, ShardColumns, TensorTable
+
+_MAX_ELEMENTS = 2**62
 
 
 class TensorSpec(msgspec.Struct, array_like=True, frozen=True):
@@ -21,90 +25,159 @@ class TensorSpec(msgspec.Struct, array_like=True, frozen=True):
     dtype: str
     shape: tuple[int, ...]
 
-
-class ShardSpec(msgspec.Struct, array_like=True, frozen=True):
-    """A box of tensor number `tensor`, stored row-major at byte `offset` of every slot."""
-
-    tensor: int
-    start: tuple[int, ...]
-    stop: tuple[int, ...]
-    offset: int
-
     @property
-    def box(self) -> Box:
-        return Box(self.start, self.stop)
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
-class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All tensors and shards of a publisher. `aliases` maps tied names to the name that is sent."""
+class Catalogue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All tensors that a publisher sends. `aliases` maps tied names to the name that is sent."""
 
     tensors: tuple[TensorSpec, ...]
-    shards: tuple[ShardSpec, ...]
     aliases: dict[str, str]
-    slot_bytes: int
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of weights in one version, without padding."""
-        return sum(shard_bytes(self, shard) for shard in self.shards)
+        """Bytes of all tensors, each counted whole and once."""
+        return sum(spec.size_bytes for spec in self.tensors)
 
-    def fingerprint(self) -> str:
-        """Equal if and only if a plan made for one layout may be replayed on the other."""
-        return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=16).hexdigest()
+    @property
+    def width(self) -> int:
+        """Dimensions to which box columns are padded."""
+        return max((len(spec.shape) for spec in self.tensors), default=1) or 1
+
+    def table(self) -> TensorTable:
+        """As the planner reads it."""
+        return TensorTable.of([(spec.name, spec.shape, DTYPES[spec.dtype].itemsize) for spec in self.tensors])
 
     def validate(self) -> None:
-        """Raise ProtocolError unless every shard lies inside its tensor and the slot. Peers are not trusted."""
+        """Raise ProtocolError for tensors that can't be. Peers are not trusted."""
+        names = [spec.name for spec in self.tensors]
+        if len(set(names)) != len(names):
+            raise ProtocolError("a tensor is named twice")
         for spec in self.tensors:
             if spec.dtype not in DTYPES:
                 raise ProtocolError(
                     f"{spec.name}: dtype {spec.dtype!r} is unknown here; install the same release"
                 )
-            if any(n < 0 for n in spec.shape) or math.prod(spec.shape) >= 2**62 or len(spec.shape) > 8:
+            is_possible = all(n >= 0 for n in spec.shape) and math.prod(spec.shape) < _MAX_ELEMENTS
+            if not is_possible or len(spec.shape) > MAX_NDIM:
                 raise ProtocolError(f"{spec.name}: impossible shape {spec.shape}")
-        for shard in self.shards:
-            if not 0 <= shard.tensor < len(self.tensors):
-                raise ProtocolError(f"shard of tensor number {shard.tensor}, of {len(self.tensors)}")
-            spec = self.tensors[shard.tensor]
-            inside = len(shard.start) == len(shard.stop) == len(spec.shape) and all(
-                0 <= a <= b <= n for a, b, n in zip(shard.start, shard.stop, spec.shape, strict=True)
+
+
+class Boxes(msgspec.Struct, array_like=True, frozen=True):
+    """Boxes of a catalogue's tensors in columns, little-endian: `tensor` i32, `start` and `stop` i64 padded to `width`
+    dimensions with 0:1."""
+
+    width: int
+    tensor: bytes
+    start: bytes
+    stop: bytes
+
+    @classmethod
+    def of(cls, boxes: Iterable[tuple[int, Box]], width: int) -> Boxes:
+        """From (tensor number, box) of each."""
+        rows = [(tensor, box.start, box.stop) for tensor, box in boxes]
+        return cls.pack(ShardColumns.of([rows], width))
+
+    @classmethod
+    def pack(cls, columns: ShardColumns) -> Boxes:
+        """From columns; layouts are joined to one."""
+        return cls(
+            columns.start.shape[1],
+            columns.tensor.astype("<i4").tobytes(),
+            columns.start.astype("<i8").tobytes(),
+            columns.stop.astype("<i8").tobytes(),
+        )
+
+    def columns(self, catalogue: Catalogue) -> ShardColumns:
+        """One layout. Raises ProtocolError unless every box lies inside its tensor."""
+        count = len(self.tensor) // 4
+        size = 8 * count * self.width
+        if len(self.tensor) % 4 or len(self.start) != size or len(self.stop) != size:
+            raise ProtocolError("columns of boxes differ in length")
+        if self.width != catalogue.width:
+            raise ProtocolError(f"boxes have {self.width} dimensions, the catalogue has {catalogue.width}")
+        tensor: Int32s = np.frombuffer(self.tensor, "<i4").astype(np.int32)
+        start: Int64s = np.frombuffer(self.start, "<i8").astype(np.int64).reshape(count, self.width)
+        stop: Int64s = np.frombuffer(self.stop, "<i8").astype(np.int64).reshape(count, self.width)
+        if count and not 0 <= int(tensor.min()) <= int(tensor.max()) < len(catalogue.tensors):
+            raise ProtocolError(f"a box of a tensor that is not one of {len(catalogue.tensors)}")
+        shape = catalogue.table().shape[tensor]
+        if ((start < 0) | (stop < start) | (stop > shape)).any():
+            raise ProtocolError("a box lies outside its tensor")
+        return ShardColumns(np.array([0, count], np.int64), tensor, start, stop)
+
+
+class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All shards of one publisher rank: the tensors it knows, and the boxes of them that it holds."""
+
+    tensors: tuple[TensorSpec, ...]
+    aliases: dict[str, str]
+    boxes: Boxes
+
+    @property
+    def catalogue(self) -> Catalogue:
+        return Catalogue(self.tensors, self.aliases)
+
+
+def refuse_overlaps(catalogue: Catalogue, shards: ShardColumns) -> None:
+    """Raise LayoutError if two boxes of one tensor share an element."""
+    order = np.argsort(shards.tensor, kind="stable")
+    borders = np.searchsorted(shards.tensor[order], np.arange(len(catalogue.tensors) + 1))
+    for tensor in np.flatnonzero(np.diff(borders) > 1).tolist():
+        rows = order[borders[tensor] : borders[tensor + 1]]
+        start, stop = shards.start[rows], shards.stop[rows]
+        both = intersect(start, stop, start, stop)
+        hit = np.flatnonzero(both.left != both.right)
+        if len(hit):
+            spec, (one, other) = catalogue.tensors[tensor], (both.left[hit[0]], both.right[hit[0]])
+            texts = [box_text(start[row], stop[row], len(spec.shape)) for row in (one, other)]
+            raise LayoutError(
+                f"{spec.name}: boxes {texts[0]} and {texts[1]} overlap; register each element once"
             )
-            if not inside or not 0 <= shard.offset <= self.slot_bytes - shard_bytes(self, shard):
-                raise ProtocolError(f"{spec.name}: box {shard.box} at offset {shard.offset} lies outside")
 
 
-def shard_bytes(layout: Layout, shard: ShardSpec) -> int:
-    """Size of one shard in the slot."""
-    return shard.box.size * DTYPES[layout.tensors[shard.tensor].dtype].itemsize
-
-
-def lay_out(
-    tensors: Iterable[TensorSpec], boxes: Iterable[tuple[int, Box]], aliases: dict[str, str]
-) -> Layout:
-    """Place shards one after the other in a slot, each aligned to 64 bytes.
-
-    `boxes` are (tensor number, box) in slot order. Raises LayoutError on overlapping boxes of one tensor.
-    """
-    specs = tuple(tensors)
-    shards: list[ShardSpec] = []
-    offset = 0
-    for tensor, box in boxes:
-        shards.append(ShardSpec(tensor, box.start, box.stop, offset))
-        size = box.size * DTYPES[specs[tensor].dtype].itemsize
-        offset = round_up(offset + size, TENSOR_ALIGNMENT)
-    _refuse_overlaps(specs, shards)
-    return Layout(specs, tuple(shards), aliases, max(offset, TENSOR_ALIGNMENT))
-
-
-def _refuse_overlaps(tensors: tuple[TensorSpec, ...], shards: list[ShardSpec]) -> None:
-    by_tensor: dict[int, list[Box]] = {}
-    for shard in shards:
-        earlier = by_tensor.setdefault(shard.tensor, [])
-        for other in earlier:
-            if all(
-                max(a, c) < min(b, d)
-                for a, b, c, d in zip(shard.start, shard.stop, other.start, other.stop, strict=True)
-            ):
-                raise LayoutError(
-                    f"{tensors[shard.tensor].name}: boxes {other} and {shard.box} overlap; register each element once"
+def merge_layouts(layouts: Sequence[Layout]) -> tuple[Catalogue, list[ShardColumns]]:
+    """One catalogue for all ranks, and each rank's shards with its tensor numbers. Raises LayoutError that lists every
+    tensor on whose shape or dtype the ranks disagree."""
+    specs: dict[str, TensorSpec] = {}
+    aliases: dict[str, str] = {}
+    problems: list[str] = []
+    for rank, layout in enumerate(layouts):
+        layout.catalogue.validate()
+        for spec in layout.tensors:
+            known = specs.setdefault(spec.name, spec)
+            if known != spec:
+                problems.append(
+                    f"{spec.name}: rank {rank} has {spec.dtype} {list(spec.shape)}, "
+                    f"another rank {known.dtype} {list(known.shape)}"
                 )
-        earlier.append(shard.box)
+        aliases.update(layout.aliases)
+    problems += [
+        f"{name}: one rank sends it, another ties it to {aliases[name]}"
+        for name in sorted(set(specs) & set(aliases))
+    ]
+    if problems:
+        raise LayoutError(f"{len(problems)} tensors differ between ranks:\n  " + "\n  ".join(problems[:20]))
+    catalogue = Catalogue(tuple(specs.values()), aliases)
+    numbers = {name: number for number, name in enumerate(specs)}
+    merged = []
+    for layout in layouts:
+        own = layout.boxes.columns(layout.catalogue)
+        renumbered = np.array([numbers[spec.name] for spec in layout.tensors], np.int32)
+        merged.append(
+            ShardColumns(
+                own.first,
+                renumbered[own.tensor],
+                _widen(own.start, catalogue.width, 0),
+                _widen(own.stop, catalogue.width, 1),
+            )
+        )
+    return catalogue, merged
+
+
+def _widen(column: Int64s, width: int, fill: int) -> Int64s:
+    wide = np.full((len(column), width), fill, np.int64)
+    wide[:, : column.shape[1]] = column
+    return wide

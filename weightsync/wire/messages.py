@@ -3,13 +3,20 @@
 A message travels as two frames: the header (`WS` and the schema number) and the payload. `docs/wire_format.md`
 describes them for other languages. Order of a normal life:
 
-    member                                publisher
-    1. Hello            ─────────────▶
-    2.                  ◀─────────────    Welcome (epoch, layout, data paths)
-    3. Pull(newer_than) ─────────────▶    kept until there is something newer
-    4.                  ◀─────────────    Announce (slot, generation): the slot is leased to the member
-    5.                  ◀─────────────    Seal (digests), or Abort
-    6. Verified, Live   ─────────────▶    leases end with Verified (or with Release, when the slot itself is live)
+    publisher rank                        coordinator                         member
+    1. Enlist (layout)  ─────────────▶
+    2.                  ◀─────────────    Stage (which cells, where)
+    3. Offers           ─────────────▶                       ◀─────────────   Hello
+    4.                                    Welcome (catalogue, data paths) ──▶
+    5.                                                       ◀─────────────   Wants (boxes)
+    6.                                    Plan (cells that bring them)   ───▶
+    7.                                                       ◀─────────────   Pull(newer_than), kept until there is one
+    8. Begin(version)   ─────────────▶
+    9.                  ◀─────────────    Answer (slot)      Announce (slot: leased to the member) ─▶
+    10. Sealed          ─────────────▶    when all ranks have:        Seal (digests), or Abort ────▶
+    11.                                                      ◀─────────────   Verified, Live
+
+A lease ends with Verified (or with Release, when the slot itself is live). A Plan holds for the Announces after it.
 """
 
 from __future__ import annotations
@@ -18,14 +25,23 @@ import msgspec
 
 from weightsync.config import WIRE_SCHEMA
 from weightsync.errors import ProtocolError
-from weightsync.types import FleetStatus
-from weightsync.wire.layout import Layout
+from weightsync.types import FleetStatus, MemberReport
+from weightsync.wire.layout import Boxes, Catalogue, Layout
 
 HEADER = b"WS" + WIRE_SCHEMA.to_bytes(2, "big")
 
 
 class _Message(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     pass
+
+
+class Report(msgspec.Struct, forbid_unknown_fields=True):
+    """What is known of one version; times in seconds since its first rank began."""
+
+    stage_s: float | None
+    ready_s: float | None
+    live_s: float | None
+    members: dict[str, MemberReport]
 
 
 class Hello(_Message):
@@ -107,13 +123,173 @@ class TakeOver(_Message):
     epoch: int
 
 
+class Wants(_Message):
+    """The boxes of the catalogue's tensors that the member wants, one for each place it will write."""
+
+    epoch: int
+    boxes: Boxes
+
+
+class Enlist(_Message):
+    """Rank `rank` of `ranks` of a publisher presents itself and what it holds. `version`: the newest it has published.
+    `takeover`: another process that holds this rank is replaced, even if it lives."""
+
+    rank: int
+    ranks: int
+    instance: str
+    name: str
+    host: str
+    pid: int
+    last_epoch: int
+    version: int
+    slots: int
+    layout: Layout
+    takeover: bool
+
+
+class Offers(_Message):
+    """The rank's slots are there. `offers` maps each data transport's name to what its reader needs to connect."""
+
+    epoch: int
+    offers: dict[str, dict[str, str]]
+
+
+class Beat(_Message):
+    """A rank lives."""
+
+    epoch: int
+
+
+class Begin(_Message):
+    """A rank wants to stage `version`; answered when a slot is free (`when_full`: wait, skip or evict)."""
+
+    epoch: int
+    request: int
+    version: int
+    when_full: str
+    max_lag: int | None
+    timeout_s: float
+
+
+class Sealed(_Message):
+    """The rank's part of `version` is complete. `digests`: one little-endian u64 for each of its cells."""
+
+    epoch: int
+    version: int
+    digests: bytes
+
+
+class Extended(_Message):
+    """Cells that were asked for later are in the slot of `version` too; `digests` is of all its cells."""
+
+    epoch: int
+    version: int
+    digests: bytes
+
+
+class Aborted(_Message):
+    """The rank could not stage `version`."""
+
+    epoch: int
+    version: int
+    reason: str
+
+
+class MemberGone(_Message):
+    """The process behind a member's `instance` has ended, as the rank's data path saw."""
+
+    epoch: int
+    instance: str
+
+
+class AwaitMembers(_Message):
+    epoch: int
+    request: int
+    count: int
+    timeout_s: float
+
+
+class AwaitStage(_Message):
+    """Answered when every member that was there when `version` began is `ready` or `live` with it."""
+
+    epoch: int
+    request: int
+    version: int
+    stage: str
+    timeout_s: float
+
+
+class AskReport(_Message):
+    epoch: int
+    request: int
+    version: int
+
+
 class Welcome(_Message):
-    """`offers` maps each data transport's name to what its reader needs to connect."""
+    """`offers`: for each rank, from each data transport's name to what its reader needs to connect."""
 
     epoch: int
     publisher: str
-    layout: Layout
-    offers: dict[str, dict[str, str]]
+    catalogue: Catalogue
+    offers: list[dict[str, dict[str, str]]]
+
+
+class Plan(_Message):
+    """What to read, for every Announce after this: `boxes` in the order of the digests of a Seal, with the columns
+    `ranks` u32, `wants` u32 (number of the wanted box) and `offsets` u64 (byte in that rank's slot), little-endian."""
+
+    epoch: int
+    boxes: Boxes
+    ranks: bytes
+    wants: bytes
+    offsets: bytes
+
+
+class NoPlan(_Message):
+    """What the member wants can't be had."""
+
+    epoch: int
+    reason: str
+
+
+class Stage(_Message):
+    """What the rank stages from now on: `boxes` in slot order with the columns `offsets` u64 and `parents` u32 (number of
+    the rank's shard that holds the box). Only ever grows at its end while a version is held."""
+
+    epoch: int
+    boxes: Boxes
+    offsets: bytes
+    parents: bytes
+
+
+class Extend(_Message):
+    """Fill the cells that came after `version` was sealed, out of its own slot. `origins` u32: for the cells from
+    `first` on, the number of the cell that holds each."""
+
+    epoch: int
+    version: int
+    slot: int
+    generation: int
+    first: int
+    origins: bytes
+
+
+class Enlisted(_Message):
+    """`version`: the newest this epoch knows."""
+
+    epoch: int
+    version: int
+
+
+class Answer(_Message):
+    """To the request of this number: a result, or the name of an error class of `weightsync.errors` and its text."""
+
+    epoch: int
+    request: int
+    slot: int = -1
+    generation: int = 0
+    report: Report | None = None
+    error: tuple[str, str] | None = None
 
 
 class Announce(_Message):
@@ -126,7 +302,7 @@ class Announce(_Message):
 
 
 class Seal(_Message):
-    """`digests`: one little-endian u64 for each shard of the layout, in layout order."""
+    """`digests`: one little-endian u64 for each move of the member's plan, in its order."""
 
     epoch: int
     version: int
@@ -168,10 +344,32 @@ class Status(_Message):
     status: FleetStatus
 
 
-FromMember = (
-    Hello | Heartbeat | Pull | Verified | Live | Release | Failed | Bye | AskStatus | AskLayout | TakeOver
+FromRank = (
+    Enlist
+    | Offers
+    | Beat
+    | Begin
+    | Sealed
+    | Extended
+    | Aborted
+    | MemberGone
+    | AwaitMembers
+    | AwaitStage
+    | AskReport
 )
-ToMember = Welcome | Announce | Seal | Abort | Pong | Unknown | Refused | Farewell | Status
+FromMember = (
+    Hello | Heartbeat | Wants | Pull | Verified | Live | Release | Failed | Bye | AskStatus | AskLayout | TakeOver
+    | FromRank
+)  # fmt: skip
+Known = (
+    Heartbeat | Wants | Pull | Verified | Live | Release | Failed | Bye | Offers | Beat | Begin | Sealed | Extended
+    | Aborted | MemberGone | AwaitMembers | AwaitStage | AskReport
+)  # fmt: skip
+"""From those who have introduced themselves."""
+ToRank = Enlisted | Stage | Extend | Answer
+ToMember = (
+    Welcome | Plan | NoPlan | Announce | Seal | Abort | Pong | Unknown | Refused | Farewell | Status | ToRank
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _from_member: msgspec.msgpack.Decoder[FromMember] = msgspec.msgpack.Decoder(FromMember)

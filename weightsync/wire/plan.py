@@ -1,6 +1,7 @@
-"""The plan of one subscriber: which box goes from the publisher's slot to which place here.
+"""The plan of one subscriber: which box goes from which publisher rank's slot to which place here.
 
-A pure function of two layouts; computed when they meet, replayed for every version.
+Names are matched here, when the two sides meet; which cells bring what is wanted comes from the coordinator. Both are
+computed once and replayed for every version.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from fnmatch import fnmatchcase
 import numpy as np
 
 from weightsync._native import layout as col
-from weightsync.errors import LayoutError
-from weightsync.moves import Int64s, MoveRows, contiguous_strides
+from weightsync.errors import LayoutError, ProtocolError
+from weightsync.moves import Int64s, View, ViewTable, contiguous_strides
 from weightsync.types import DTYPES, Box
-from weightsync.wire.layout import Layout, shard_bytes
+from weightsync.wire.boxes import intersect, volumes
+from weightsync.wire.layout import Boxes, Catalogue
 
 _MAX_LISTED = 20
 
@@ -32,38 +34,67 @@ class Want:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """All moves of one subscriber, ordered by their place in the slot. Arrays have one entry per move.
+class Matches:
+    """What is wanted of what a publisher sends. `wants`: the numbers of the wants that it sends; `tensors`: the number in
+    its catalogue of each; `boxes`: the same as a message."""
 
-    `table`: rows for `_native.Program`. `offsets`: byte offset in the publisher's slot. `shards`: number of the shard
-    in the publisher's layout. `wants`: number of the want. `names`: for messages.
+    wants: Int64s
+    tensors: Int64s
+    boxes: Boxes
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Moves of one subscriber, by publisher rank, then by place in that rank's slot. Arrays have one entry per move.
+
+    `table`: rows for `_native.Program`. `ranks`, `offsets`: whose slot, and the byte in it. `wants`: number of the want.
+    `deltas`: bytes from that want's first element to the move's. `names`: for messages.
     """
 
     table: Int64s
+    ranks: Int64s
     offsets: Int64s
-    shards: Int64s
     wants: Int64s
+    deltas: Int64s
     names: tuple[str, ...]
     size_bytes: int
 
+    def parts(self) -> dict[int, tuple[slice, Plan]]:
+        """For each rank that is read: its moves here, and as a plan of their own."""
+        found = {}
+        for rank in np.unique(self.ranks).tolist():
+            begin, end = np.searchsorted(self.ranks, [rank, rank + 1]).tolist()
+            some = slice(begin, end)
+            table = self.table[some]
+            found[rank] = (some, Plan(
+                table, self.ranks[some], self.offsets[some], self.wants[some], self.deltas[some], self.names[some],
+                int(row_bytes(table).sum()),
+            ))  # fmt: skip
+        return found
 
-def plan_moves(
-    layout: Layout, wants: Sequence[Want], *, allow_missing: Iterable[str] = (), ignore: Iterable[str] = ()
-) -> Plan:
-    """Match what is wanted with what is held, each element exactly once.
+    def ends(self) -> Int64s:
+        """The byte after each move in its slot."""
+        return self.offsets + row_bytes(self.table)
+
+
+def match_names(
+    catalogue: Catalogue,
+    wants: Sequence[Want],
+    *,
+    allow_missing: Iterable[str] = (),
+    ignore: Iterable[str] = (),
+) -> Matches:
+    """Find what is wanted in what is sent.
 
     `allow_missing` and `ignore` are shell patterns: wanted names that may be absent from the publisher, and published
     names that nobody here wants. Raises LayoutError that lists every disagreement.
     """
-    held = {spec.name: number for number, spec in enumerate(layout.tensors)}
-    shards_of: dict[int, list[int]] = {}
-    for number, shard in enumerate(layout.shards):
-        shards_of.setdefault(shard.tensor, []).append(number)
+    held = {spec.name: number for number, spec in enumerate(catalogue.tensors)}
     problems: list[str] = []
     used: set[str] = set()
-    pairs: list[tuple[int, int]] = []
+    found: list[tuple[int, int]] = []
     for number, want in enumerate(wants):
-        sent = {name: layout.aliases.get(name, name) for name in want.names}
+        sent = {name: catalogue.aliases.get(name, name) for name in want.names}
         sent = {name: owner for name, owner in sent.items() if owner in held}
         used.update(sent.values())
         owners = sorted(set(sent.values()))
@@ -75,7 +106,7 @@ def plan_moves(
         if len(owners) > 1:
             problems.append(f"{label}: tied here, but the publisher sends {', '.join(owners)} separately")
             continue
-        spec = layout.tensors[held[owners[0]]]
+        spec = catalogue.tensors[held[owners[0]]]
         if spec.dtype != want.dtype:
             problems.append(
                 f"{label}: the publisher sends {spec.dtype}, here it is {want.dtype}; "
@@ -86,13 +117,8 @@ def plan_moves(
                 f"{label}: the publisher's shape is {list(spec.shape)}, here it is {list(want.shape)}"
             )
         else:
-            match = [s for s in shards_of.get(held[owners[0]], ()) if layout.shards[s].box == want.box]
-            if match:
-                pairs.append((number, match[0]))
-            else:
-                boxes = ", ".join(str(layout.shards[s].box) for s in shards_of.get(held[owners[0]], ()))
-                problems.append(f"{label}: box {want.box} is wanted here, the publisher holds {boxes}")
-    for spec in layout.tensors:
+            found.append((number, held[owners[0]]))
+    for spec in catalogue.tensors:
         if spec.name not in used and not _matches(spec.name, ignore):
             problems.append(f"{spec.name}: published, but nothing here takes it")
     if problems:
@@ -101,28 +127,65 @@ def plan_moves(
         raise LayoutError(
             f"{len(problems)} tensors do not match (allow_missing= and ignore= take name patterns):\n  {shown}{more}"
         )
-    pairs.sort(key=lambda pair: layout.shards[pair[1]].offset)
-    return _build(layout, wants, pairs)
+    boxes = Boxes.of(((tensor, wants[number].box) for number, tensor in found), catalogue.width)
+    pairs = np.array(found, np.int64).reshape(-1, 2)
+    return Matches(pairs[:, 0], pairs[:, 1], boxes)
 
 
-def _build(layout: Layout, wants: Sequence[Want], pairs: list[tuple[int, int]]) -> Plan:
-    rows = MoveRows(len(pairs))
-    for row, (number, shard_number) in enumerate(pairs):
-        want, shard = wants[number], layout.shards[shard_number]
-        spec = layout.tensors[shard.tensor]
-        dtype = DTYPES[spec.dtype]
-        rows.fill(
-            row, dtype, dtype, spec.name, spec.shape, shard.box, shard.offset,
-            src_strides=contiguous_strides(shard.box.shape, dtype.itemsize), dst_strides=want.strides,
-        )  # fmt: skip
-    return Plan(
-        rows.table,
-        np.array([layout.shards[s].offset for _, s in pairs], np.int64),
-        np.array([s for _, s in pairs], np.int64),
-        np.array([w for w, _ in pairs], np.int64),
-        tuple(layout.tensors[layout.shards[s].tensor].name for _, s in pairs),
-        sum(shard_bytes(layout, layout.shards[s]) for _, s in pairs),
+def make_plan(
+    catalogue: Catalogue,
+    wants: Sequence[Want],
+    matches: Matches,
+    reads: Boxes,
+    ranks: bytes,
+    want: bytes,
+    offsets: bytes,
+) -> Plan:
+    """The plan from what a coordinator says: `reads` are the boxes of the moves, with the columns `ranks` u32, `want` u32
+    (row of `matches`) and `offsets` u64. Raises ProtocolError unless they fill every wanted box exactly once."""
+    columns = reads.columns(catalogue)
+    count = len(columns.tensor)
+    if len(ranks) != 4 * count or len(want) != 4 * count or len(offsets) != 8 * count:
+        raise ProtocolError("the columns of a plan differ in length")
+    of_rank, of_match = (
+        np.frombuffer(ranks, "<u4").astype(np.int64),
+        np.frombuffer(want, "<u4").astype(np.int64),
     )
+    at = np.frombuffer(offsets, "<u8").astype(np.int64)
+    if (at < 0).any() or (np.diff(of_rank) < 0).any() or (of_match >= len(matches.wants)).any():
+        raise ProtocolError("a plan that is not in order")
+    if count and (columns.tensor != matches.tensors[of_match]).any():
+        raise ProtocolError("a plan moves one tensor to another")
+    _require_exact(matches.boxes, catalogue, of_match, columns.start, columns.stop)
+    chosen = [wants[number] for number in matches.wants.tolist()]
+    names = [catalogue.tensors[tensor].name for tensor in matches.tensors.tolist()]
+    views = ViewTable([View(name, w.shape, w.box, w.strides) for name, w in zip(names, chosen, strict=True)])
+    table, deltas = views.out_of_slot(
+        of_match, columns.start, columns.stop, at, wire=[DTYPES[w.dtype] for w in chosen]
+    )
+    return Plan(
+        table, of_rank, at, matches.wants[of_match], deltas, tuple(names[row] for row in of_match.tolist()),
+        int(row_bytes(table).sum()),
+    )  # fmt: skip
+
+
+def _require_exact(
+    wanted: Boxes, catalogue: Catalogue, of_match: Int64s, start: Int64s, stop: Int64s
+) -> None:
+    whole = wanted.columns(catalogue)
+    sizes = volumes(start, stop)
+    filled = np.zeros(len(whole.tensor), np.int64)
+    np.add.at(filled, of_match, sizes)
+    inside = (start >= whole.start[of_match]).all() and (stop <= whole.stop[of_match]).all()
+    if not inside or (filled != volumes(whole.start, whole.stop)).any():
+        raise ProtocolError("a plan that does not fill what is wanted")
+    order = np.argsort(of_match, kind="stable")
+    order = order[sizes[order] > 0]
+    borders = np.searchsorted(of_match[order], np.arange(len(whole.tensor) + 1))
+    for match in np.flatnonzero(np.diff(borders) > 1).tolist():
+        rows = order[borders[match] : borders[match + 1]]
+        if len(intersect(start[rows], stop[rows], start[rows], stop[rows]).left) != len(rows):
+            raise ProtocolError("a plan that fills a box twice")
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
@@ -146,27 +209,40 @@ def split_moves(plan: Plan, max_bytes: int) -> SplitPlan:
     tables: list[Int64s] = []
     owners: list[int] = []
     deltas: list[int] = []
-    for number, row in enumerate(plan.table):
-        for part, delta in _cut(row, max_bytes):
+    for number, size in enumerate(row_bytes(plan.table).tolist()):
+        row = plan.table[number]
+        for part, delta in _cut(row, max_bytes) if size > max_bytes else [(row, 0)]:
             tables.append(part)
             owners.append(number)
             deltas.append(delta)
     table = np.stack(tables) if tables else np.zeros((0, col.COLUMNS), np.int64)
-    sizes = np.array([_row_bytes(row) for row in table], np.int64)
     return SplitPlan(
-        table, np.array(owners, np.int64), table[:, col.OFFSET].copy(), sizes, np.array(deltas, np.int64)
+        table,
+        np.array(owners, np.int64),
+        table[:, col.OFFSET].copy(),
+        row_bytes(table),
+        np.array(deltas, np.int64),
     )
 
 
 _ITEMSIZE_OF_RAW = {dtype.raw_code: dtype.itemsize for dtype in DTYPES.values()}
 
 
-def _row_bytes(row: Int64s) -> int:
-    count = int(row[col.NDIM])
-    return (
-        int(np.prod(row[col.SHAPE : col.SHAPE + count], dtype=np.int64))
-        * _ITEMSIZE_OF_RAW[int(row[col.SRC_TYPE])]
+def row_bytes(table: Int64s) -> Int64s:
+    """Bytes of each move of a table without casts."""
+    if not len(table):
+        return np.zeros(0, np.int64)
+    shape = table[:, col.SHAPE : col.SHAPE + col.MAX_NDIM]
+    is_real = np.arange(col.MAX_NDIM)[None, :] < table[:, col.NDIM][:, None]
+    itemsize = np.array([_ITEMSIZE_OF_RAW.get(code, 0) for code in range(5)], np.int64)
+    found: Int64s = (
+        np.prod(np.where(is_real, shape, 1), axis=1, dtype=np.int64) * itemsize[table[:, col.SRC_TYPE]]
     )
+    return found
+
+
+def _row_bytes(row: Int64s) -> int:
+    return int(row_bytes(row[None, :])[0])
 
 
 def _cut(row: Int64s, max_bytes: int) -> list[tuple[Int64s, int]]:

@@ -139,8 +139,9 @@ class Reader(ABC):
     def close(self) -> None:
         """Let go of everything."""
 
-    def slot_segments(self) -> list[Segment]:
-        """The publisher's slots themselves, to be mapped read-only as live memory. Only with `caps.maps_slots`."""
+    def slot_segments(self, size: int) -> list[Segment]:
+        """The first `size` bytes of the publisher's slots themselves, to be mapped read-only as live memory. Only with
+        `caps.maps_slots`."""
         raise TransportError("this transport can't map the publisher's slots")
 
     def liveness_fd(self) -> int | None:
@@ -176,6 +177,10 @@ class SlotHeaders:
 
     def watermark(self, slot: int) -> int:
         return int(self._words[HEADER_STRIDE // 8 * (slot + 1) + 1])
+
+    def raise_watermark(self, slot: int, watermark: int) -> None:
+        """More of a sealed slot is there."""
+        self._words[HEADER_STRIDE // 8 * (slot + 1) + 1] = watermark
 
     def open(self, slot: int, generation: int) -> None:
         """A new use of the slot begins: readers of an older one see it by the generation."""

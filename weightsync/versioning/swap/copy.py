@@ -7,7 +7,7 @@ import numpy as np
 from weightsync import _native
 from weightsync.config import TENSOR_ALIGNMENT
 from weightsync.errors import UsageError
-from weightsync.moves import Int64s, MoveRows, contiguous_strides
+from weightsync.moves import Int64s, View, ViewTable, contiguous_strides
 from weightsync.segment import Mapping, Segment, round_up
 from weightsync.tensors import dtype_name
 from weightsync.types import DTYPES
@@ -38,7 +38,6 @@ class Copy(SwapMode):
             Segment.create(f"weightsync-server-{s}", end) for s in range(max(1, self.slots - 1))
         ]
         self._mappings: list[Mapping] = [segment.map(writable=True) for segment in self._segments]
-        self._strides = self.strides()
         self._filled = [self._planned] * len(self._segments)
         self._signature: list[object] = []
 
@@ -62,19 +61,20 @@ class Copy(SwapMode):
         self._program.run(self._addresses(slot)[planned], targets, None, threads=self.threads)
 
     def _compile(self, planned: Int64s, signature: list[object]) -> None:
-        rows = MoveRows(len(planned))
-        for row, number in enumerate(planned):
+        views, wires = [], []
+        for number in planned:
             entry = self.entries[number]
             if tuple(entry.tensor.shape) != entry.box.shape:
                 raise UsageError(
                     f"{entry.names[0]}: its shape changed to {list(entry.tensor.shape)} since start()"
                 )
-            dtype = DTYPES[dtype_name(entry.tensor.dtype)]
-            rows.fill(
-                row, dtype, dtype, entry.names[0], entry.shape, entry.box, 0,
-                src_strides=self._strides[number], dst_strides=byte_strides(entry.tensor),
-            )  # fmt: skip
-        self._program = _native.Program(rows.table)
+            views.append(View(entry.names[0], entry.shape, entry.box, byte_strides(entry.tensor)))
+            wires.append(DTYPES[dtype_name(entry.tensor.dtype)])
+        live = ViewTable(views)
+        table, _ = live.out_of_slot(
+            np.arange(len(views)), live.start, live.stop, np.zeros(len(views), np.int64), wire=wires
+        )
+        self._program = _native.Program(table)
         self._signature = signature
 
     def close(self) -> None:

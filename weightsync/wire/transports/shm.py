@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import contextlib
 import ctypes
+import mmap
 import os
 import secrets
 import socket
@@ -167,7 +168,7 @@ class ShmReader(Reader):
         except (OSError, KeyError, ValueError) as error:
             raise TransportError(f"the publisher's shared memory can't be had: {error}") from error
         self._header_mapping = self._segments[0].map(writable=False)
-        self._slots = [segment.map(writable=False) for segment in self._segments[1:]]
+        self._slots = [segment.map(writable=False, populate=0) for segment in self._segments[1:]]
         self._headers = SlotHeaders(self._header_mapping)
         if self._headers.token != token:
             raise TransportError("the probe failed: shared memory does not hold what the publisher wrote")
@@ -184,6 +185,13 @@ class ShmReader(Reader):
     def prepare(self, plan: Plan) -> None:
         self._program = _native.Program(plan.table)
         self._offsets = plan.offsets.astype(np.uint64)
+        if len(plan.offsets):
+            begin, end = int(plan.offsets.min()), int(plan.ends().max())
+            if end > min((slot.size for slot in self._slots), default=0):
+                raise TransportError("the plan reads beyond the publisher's slots")
+            begin -= begin % mmap.PAGESIZE
+            for slot in self._slots:
+                _native.populate(slot.address + begin, end - begin, write=False)
 
     def read(self, job: ReadJob) -> None:
         if self._program is None or self._headers is None or job.slot >= len(self._slots):
@@ -196,8 +204,8 @@ class ShmReader(Reader):
         )  # fmt: skip
         job.raise_for(status, "shm")
 
-    def slot_segments(self) -> list[Segment]:
-        return self._segments[1:]
+    def slot_segments(self, size: int) -> list[Segment]:
+        return [Segment(os.dup(segment.fd), min(size, segment.size)) for segment in self._segments[1:]]
 
     def liveness_fd(self) -> int | None:
         return self._socket.fileno() if self._socket is not None else None

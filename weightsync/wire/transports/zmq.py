@@ -200,10 +200,11 @@ class ZmqReader(Reader):
         for _ in range(STREAMS):
             socket = self._context.socket(zmq.DEALER)
             socket.linger = 0
-            socket.setsockopt(zmq.IPV6, ":" in self._environment.host)
+            socket.setsockopt(zmq.IPV6, ":" in offer.get("at", self._environment.host))
             if self._environment.keys:
                 self._environment.keys.protect_client(socket)
-            host = f"[{self._environment.host}]" if ":" in self._environment.host else self._environment.host
+            at = offer.get("at", self._environment.host)
+            host = f"[{at}]" if ":" in at else at
             socket.connect(f"tcp://{host}:{port}")
             self._sockets.append(socket)
         self._probe(timeout_s)

@@ -1,4 +1,5 @@
-"""The control connection of a subscriber: one thread that owns the socket, says hello, beats, and hands on messages."""
+"""The control connection of a subscriber, or of a publisher's rank: one thread that owns the socket, says hello, beats,
+and hands on messages."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import zmq
 
@@ -23,7 +24,7 @@ _HELLO_S = 0.5
 
 
 class Link:
-    """Keeps a subscriber known to whichever publisher holds the address, through restarts of either side.
+    """Keeps this side known to whichever coordinator holds the address, through restarts of either.
 
     `hello(last_epoch)` and `heartbeat(epoch)` make the messages; `on_message` and `on_lost(reason)` are called on the
     link's thread and must not block.
@@ -34,19 +35,19 @@ class Link:
         address: Address,
         keys: Keys | None,
         *,
-        hello: Callable[[int], m.Hello],
-        heartbeat: Callable[[int], m.Heartbeat],
+        hello: Callable[[int], m.Hello | m.Enlist],
+        heartbeat: Callable[[int], m.Heartbeat | m.Beat],
         on_message: Callable[[m.ToMember], None],
         on_lost: Callable[[str], None],
     ) -> None:
-        check_descriptors(ZMQ_DESCRIPTORS, f"a subscriber of {address.text}")
+        check_descriptors(ZMQ_DESCRIPTORS, f"a connection to {address.text}")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = control_socket(self._context, address, keys)
         self._hello, self._heartbeat, self._on_message, self._on_lost = hello, heartbeat, on_message, on_lost
         self._outbox: deque[m.FromMember] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
-        self._watched: int | None = None
+        self._watched: tuple[int, ...] = ()
         self._is_welcome = False
         self._last_heard = time.monotonic()
         self._last_said = 0.0
@@ -62,14 +63,14 @@ class Link:
         self._outbox.append(message)
         self._poke()
 
-    def watch(self, fd: int | None) -> None:
-        """Treat the end of this descriptor as the publisher's death."""
-        self._watched = fd
+    def watch(self, fds: Iterable[int]) -> None:
+        """Treat the end of any of these descriptors as the publisher's death."""
+        self._watched = tuple(fds)
         self._poke()
 
     def rejoin(self) -> None:
         """Say hello again: the data path broke, or this side wants a fresh start."""
-        self._watched = None
+        self._watched = ()
         self._is_welcome = False
         self._poke()
 
@@ -112,14 +113,14 @@ class Link:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
         watched = self._watched
-        if watched is not None:
-            poller.register(watched, zmq.POLLIN)
+        for fd in watched:
+            poller.register(fd, zmq.POLLIN)
         due = self._last_said + (HEARTBEAT_S if self._is_welcome else _HELLO_S)
         events = dict(poller.poll(max(1, int((due - time.monotonic()) * 1000))))
         if self._wake in events:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake)
-        if watched is not None and watched in events and watched == self._watched:
+        if watched is self._watched and any(fd in events for fd in watched):
             self._lose("the publisher's process ended")
         if self._socket in events:
             self._take_messages()
@@ -142,6 +143,7 @@ class Link:
                 return
             case m.Refused():
                 self.refusal = message.reason
+                self._on_message(message)
                 return
             case m.Unknown():
                 self._is_welcome = False
@@ -150,7 +152,7 @@ class Link:
         if message.epoch < self.epoch:
             return  # fenced: an older life of the publisher
         match message:
-            case m.Welcome():
+            case m.Welcome() | m.Enlisted():
                 self.epoch, self._is_welcome, self.refusal = message.epoch, True, None
             case m.Farewell():
                 self._lose(f"the publisher left: {message.reason}")
@@ -158,7 +160,7 @@ class Link:
         self._on_message(message)
 
     def _lose(self, reason: str) -> None:
-        self._watched = None
+        self._watched = ()
         self._is_welcome = False
         self._on_lost(reason)
 
