@@ -4,6 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+_VERSION_BITS = 64
+
+
+def key_of(epoch: int, version: int) -> int:
+    """One number for a version of an epoch, in the order of both; here versions are such numbers."""
+    return epoch << _VERSION_BITS | version
+
+
+def of_key(key: int) -> tuple[int, int]:
+    """Epoch and version."""
+    return key >> _VERSION_BITS, key & (1 << _VERSION_BITS) - 1
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Ballot:

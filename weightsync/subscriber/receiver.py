@@ -19,6 +19,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.subscriber.session import Session, mismatches
+from weightsync.subscriber.votes import Votes
 from weightsync.versioning.slots import SlotState, SlotTable
 from weightsync.versioning.swap.mode import SwapMode, Uint64s
 from weightsync.wire import messages as m
@@ -33,7 +34,8 @@ class Receiver:
     """Owns the session and the slots. `changed` guards both, and every field; callbacks are called without it.
 
     `open_session` makes a session from a welcome and a way to ask for a plan; `send` queues a message to the publisher;
-    `on_verified(version)` and `on_failed(version, error)` tell the subscriber; `rejoin` asks for a fresh welcome.
+    `on_verified(version)`, `on_failed(version, error)`, `on_orders()` (the replica decided something) and
+    `on_undo(epoch, version)` tell the subscriber; `rejoin` asks for a fresh welcome. `votes`: this rank's part in a replica.
     """
 
     def __init__(
@@ -48,9 +50,13 @@ class Receiver:
         on_session: Callable[[Session | None], None],
         on_verified: Callable[[int, float], None],
         on_failed: Callable[[int, WeightSyncError], None],
+        on_orders: Callable[[], None],
+        on_undo: Callable[[int, int], None],
         rejoin: Callable[[], None],
+        votes: Votes,
+        changed: threading.Condition,
     ) -> None:
-        self.changed = threading.Condition()
+        self.changed = changed
         self.table = table
         self.session: Session | None = None
         self.fatal: BaseException | None = None
@@ -58,6 +64,7 @@ class Receiver:
         self._verify_full, self._timeout_s = verify_full, timeout_s
         self._open_session, self._send, self._rejoin = open_session, send, rejoin
         self._on_session, self._on_verified, self._on_failed = on_session, on_verified, on_failed
+        self._on_orders, self._on_undo, self.votes = on_orders, on_undo, votes
         self._welcome: m.Welcome | None = None
         self._announce: m.Announce | None = None
         self._plan: m.Plan | None = None
@@ -94,10 +101,24 @@ class Receiver:
                     self._is_pulling = False
                 case m.Seal() if self._announce and message.version == self._announce.version:
                     self._seal = message
+                case m.Admit() | m.Grant() | m.Commit() | m.Cancel():
+                    self.votes.take(message)
                 case m.Abort() if self._announce and message.version == self._announce.version:
                     self._abort = message.reason
                     self._cancel.value = 1
             self.changed.notify_all()
+            if isinstance(message, m.Admit | m.Grant | m.Commit | m.Cancel):
+                self.stand()
+        if isinstance(message, m.Commit):
+            self._on_orders()
+        elif isinstance(message, m.Undo):
+            self._on_undo(message.epoch, message.version)
+
+    def stand(self) -> None:
+        """Called locked: tell the coordinator where this rank stands, if it votes."""
+        if self.votes.is_voting and self.session is not None:
+            has_room = self._announce is None and self.votes.spare_slot(self.table) is not None
+            self._send(self.votes.stand(self.session.epoch, has_room))
 
     def lose(self, reason: str) -> None:
         """The publisher is gone: stop reading, keep serving."""
@@ -142,7 +163,7 @@ class Receiver:
                 return welcome
             announce = self._announce
             if announce is not None and self._abort is None and self.session is not None:
-                if announce.version > self._newest_tried:
+                if self._is_to_read(announce):
                     self._cancel.value = 0
                     return announce
                 self._announce = None
@@ -152,7 +173,19 @@ class Receiver:
             self.changed.wait(_IDLE_S if self.table.find(SlotState.VERIFIED) else None)
         return None
 
+    def _is_to_read(self, announce: m.Announce) -> bool:
+        if not announce.ballot:
+            return announce.version > self._newest_tried
+        if self.votes.grant(announce, self.table):
+            return True
+        self._announce = None
+        self._send(m.Release(announce.epoch, announce.version))
+        self.stand()
+        return False
+
     def _pull_if_idle(self) -> None:
+        if self.votes.is_voting:
+            return
         if self.session is not None and self._announce is None and not self._is_pulling and self._has_room():
             self._is_pulling = True
             self._send(m.Pull(self.session.epoch, self._newest_tried))
@@ -171,6 +204,7 @@ class Receiver:
             if self._mode.borrows_slots:
                 self._let_go(welcome.epoch)
             self._epoch = welcome.epoch
+            self.votes.enter(welcome.session, self.table)
         if old is not None:
             self._on_session(None)  # nobody may watch a descriptor that is closed now
             old.close()
@@ -191,6 +225,8 @@ class Receiver:
             self.session, self.fatal = session, None
             self.changed.notify_all()
         self._on_session(session)
+        with self.changed:
+            self.stand()
 
     def _ask_plan(self, epoch: int, boxes: Boxes) -> m.Plan:
         """Say what is wanted and wait for the plan. Raises LayoutError if it can't be had."""
@@ -245,12 +281,17 @@ class Receiver:
                 self.table.move(number, SlotState.VERIFIED)
                 self.table.slots[number].digests, self.table.slots[number].recipe = expected, session.recipe
                 self._verified_at = time.monotonic()
+                self.votes.verified(announce.epoch, announce.version)
             took = time.monotonic() - started
             borrows = self._mode.borrows_slots
             self._send(m.Verified(session.epoch, announce.version, took, session.transport, borrows))
+            with self.changed:
+                self.stand()
             self._on_verified(announce.version, took)
 
     def _take_slot(self, announce: m.Announce) -> int:
+        if announce.ballot:
+            return self.votes.take_slot(self.table, announce.epoch, announce.version)
         if not self._mode.borrows_slots:
             return self.table.take(announce.epoch, announce.version)
         if self.table.slots[announce.slot].state is SlotState.RETIRED:
@@ -309,6 +350,8 @@ class Receiver:
             if self._announce is announce:
                 self._announce = None
             self._abort = None
+            if to is SlotState.EMPTY:
+                self.stand()
         if self._mode.borrows_slots:
             self._send(m.Release(announce.epoch, announce.version))
 
@@ -317,5 +360,7 @@ class Receiver:
         with self.changed:
             self.table.move(number, SlotState.EMPTY)
             self._newest_tried = announce.version
+            self.votes.refuse(announce.epoch, announce.version)
+            self.stand()
         self._send(m.Failed(session.epoch, announce.version, str(error)))
         self._on_failed(announce.version, error)

@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -23,20 +24,21 @@ from weightsync.errors import (
     NotReadyError,
     SyncTimeoutError,
     UsageError,
-    VersionError,
     WeightSyncError,
 )
 from weightsync.subscriber.receiver import Receiver
 from weightsync.subscriber.session import (
     Choice,
-    Recipe,
     Session,
     mismatches,
     open_session,
     verifier_of,
     wants_of,
 )
+from weightsync.subscriber.switch import Live, Switch
+from weightsync.subscriber.votes import Votes
 from weightsync.tensors import Source, find_tensors, ignored_tensors
+from weightsync.versioning.agreement import Agreement, place_in
 from weightsync.versioning.gate import Gate, Step
 from weightsync.versioning.slots import Slot, SlotState, SlotTable
 from weightsync.versioning.swap.mode import SwapMode, byte_strides
@@ -70,16 +72,6 @@ class SubscriberStats:
     read_s: deque[float] = field(default_factory=lambda: deque(maxlen=_HISTORY))
 
 
-@dataclass(frozen=True, slots=True)
-class _Live:
-    """The version that serves: its label, and the digests it must have (one for each move of its plan)."""
-
-    epoch: int
-    version: int
-    digests: np.ndarray | None
-    recipe: Recipe | None = None
-
-
 class Subscriber:
     """Follows the publisher at `address` and keeps the tensors of `source` at its newest verified version.
 
@@ -91,6 +83,11 @@ class Subscriber:
     patterns wanted here but not published, and the reverse. `initial_version`: the tensors' own content counts as this
     version. `timeout_s`: for joining, for the first version and for a stalled publisher. `drain_timeout_s`: how long a
     step waits for others to leave before a swap.
+
+    A server of several ranks (tensor, pipeline or expert parallel) is a *replica*: all its ranks go to a version at the same
+    step boundary, or none does. `group`: a torch.distributed process group (gloo) of its ranks; `step()` agrees over it,
+    and rank, ranks and the replica's name follow from it. An engine that drives all ranks itself gives each the same
+    `replica` name, its `rank` and how many `ranks` there are, and calls `switch()` between steps; see `proposal`.
 
     `on_ready(version)`, `on_live(version, pause_s)`, `on_failed(version, error)` are called on the thread where it
     happens, must not block, and what they raise is only logged; version 0 in `on_failed` means that no session could be opened.
@@ -110,6 +107,10 @@ class Subscriber:
         initial_version: int | None = None,
         name: str | None = None,
         threads: int | None = None,
+        replica: str | None = None,
+        rank: int = 0,
+        ranks: int = 1,
+        group: Any = None,
         keys: str | os.PathLike[str] | None = None,
         insecure: bool = False,
         timeout_s: float = 60.0,
@@ -126,6 +127,16 @@ class Subscriber:
         require_safe(self._address, has_keys=keys is not None, insecure=insecure)
         self._keys = load_subscriber_keys(keys) if keys is not None else None
         self._choice = Choice(transport, tuple(allow_missing), tuple(ignore))
+        self._group, self._replica, self._rank, self._ranks = group, replica, rank, ranks
+        if group is not None:
+            self._replica, self._rank, self._ranks = place_in(group, replica)
+        if not 0 <= self._rank < self._ranks or (self._ranks > 1 and self._replica is None):
+            raise ConfigError(
+                f"rank={rank}, ranks={ranks}, replica={replica!r}: ranks of one replica have one name, and are "
+                "numbered from 0; or pass group="
+            )
+        if self._ranks > 1 and swap == "adopt":
+            raise ConfigError('swap="adopt" is for servers of one rank; choose remap')
         threads = threads or default_threads()
         self._entries = find_tensors(source, ignore=self._choice.ignore)
         self._role = "server"
@@ -140,8 +151,14 @@ class Subscriber:
             None, self._keys, self._address.host if self._address.scheme == "tcp" else "127.0.0.1", self._instance,
             threads, lambda instance: None,
         )  # fmt: skip
-        self._gate = Gate(self._swap, drain_timeout_s)
-        self._live = None if initial_version is None else _Live(0, initial_version, None)
+        self._votes = Votes(self._mode.is_separate, initial_version)
+        self._changed = threading.Condition()
+        self._switch = Switch(
+            self._mode, self._table, self._votes, None if initial_version is None else Live(0, initial_version),
+            changed=self._changed, send=self._send, stand=self._stand, on_live=self._went_live, on_failed=self._failed,
+        )  # fmt: skip
+        self._gate = Gate(self._switch.swap, drain_timeout_s)
+        self._agreement: Agreement | None = None
         self._plan: Plan | None = None
         self._receiver: Receiver | None = None
         self._link: Link | None = None
@@ -169,12 +186,15 @@ class Subscriber:
         receiver = self._receiver = Receiver(
             self._mode, self._table,
             verify_full=self._verify_full, timeout_s=self._timeout_s, open_session=self._open, send=self._send,
-            on_session=self._joined, on_verified=self._verified, on_failed=failed, rejoin=self._rejoin,
+            on_session=self._joined, on_verified=self._verified, on_failed=failed, on_orders=self._decided,
+            on_undo=self._undo, rejoin=self._rejoin, votes=self._votes, changed=self._changed,
         )  # fmt: skip
         self._link = Link(
             self._address, self._keys, hello=self._hello, heartbeat=self._heartbeat,
             on_message=receiver.take, on_lost=receiver.lose,
         )  # fmt: skip
+        if self._group is not None:
+            self._agreement = Agreement(self._group, self._timeout_s)
         self._link.start()
         with receiver.changed:
             receiver.changed.wait_for(
@@ -217,10 +237,15 @@ class Subscriber:
         """Pins one version for one forward pass: `with sub.step() as version:` (or `async with`).
 
         On entry a pending verified version goes live, once no other step is open. Before the first version it waits up to
-        `timeout_s`, then raises NotReadyError.
+        `timeout_s`, then raises NotReadyError. With `group=` this is the step boundary: every rank calls it for the same
+        steps, from one thread, and all switch at the same one.
         """
-        if self._live is None:
+        with self._changed:
+            self._votes.commit.require_clean()
+        if self._switch.live is None:
             self._await_first()
+        if self._agreement is not None:
+            self.switch(self._agreement.boundary(self.proposal))
         return self._gate.step(self._label)
 
     def wait_for(self, version: int, timeout_s: float = 60.0) -> int:
@@ -253,25 +278,39 @@ class Subscriber:
 
         Raises UsageError if no older version is held (raise `slots`), SyncTimeoutError if steps stay open.
         """
-        receiver = self._require_started()
-        with self._gate.exclusive(timeout_s), receiver.changed:
-            number = self._previous()
-            started = time.perf_counter()
-            self._mode.activate(number)
-            if not self._mode.is_separate:
-                self._table.activate(number)
-            slot = self._table.slots[number]
-            self._live = _Live(slot.epoch, slot.version, slot.digests, slot.recipe)
-            receiver.changed.notify_all()
-            self._send(m.Live(slot.epoch, slot.version, time.perf_counter() - started))
-        return slot.version
+        self._require_started()
+        if self._votes.is_voting:
+            raise UsageError("this server's replica decides together; roll back with Publisher.rollback()")
+        with self._gate.exclusive(timeout_s):
+            return self._switch.back()
+
+    @property
+    def proposal(self) -> int:
+        """The newest decision of this rank's replica that is known here, as a number; 0: none. An engine that drives all
+        ranks takes the highest of them and calls `switch` with it on every rank, between two steps."""
+        with self._changed:
+            return self._votes.commit.proposal
+
+    def switch(self, number: int, timeout_s: float = 5.0) -> int | None:
+        """Follow decision `number` of the replica: every rank calls it at the same step boundary. Returns the version that is
+        live from here on; None before the first.
+
+        Raises VersionError if this rank can't follow; it serves no step any more then, as its peers may serve another
+        version. Raises SyncTimeoutError if steps stay open.
+        """
+        self._require_started()
+        with self._gate.exclusive(timeout_s):
+            after = self._switch.follow(number)
+        if after is not None:
+            after()
+        return self.version
 
     def check(self) -> list[str]:
         """Digest the live weights as they are now and compare with the manifest of the version they claim to be. Call it
         inside a step. Names of tensors that differ; empty when all is right (or the version is the initial one)."""
         if not self._gate.is_inside():
             raise UsageError("check() needs a pinned version; call it inside `with sub.step():`")
-        live = self._live
+        live = self._switch.live
         if live is None or live.digests is None or live.recipe is None:
             return []
         tensors = [entry.tensor for entry in self._entries]
@@ -285,12 +324,12 @@ class Subscriber:
     @property
     def version(self) -> int | None:
         """The live version; None before the first."""
-        return None if self._live is None else self._live.version
+        return None if self._switch.live is None else self._switch.live.version
 
     @property
     def epoch(self) -> int | None:
         """The epoch of the live version."""
-        return None if self._live is None else self._live.epoch
+        return None if self._switch.live is None else self._switch.live.epoch
 
     @property
     def received_bytes(self) -> int:
@@ -313,69 +352,22 @@ class Subscriber:
         return table
 
     def _label(self) -> int:
-        live = self._live
-        if live is None:
-            raise NotReadyError(
-                f"no version could be made live yet: {self.stats.last_error or 'none was received'}"
-            )
-        return live.version
+        return self._switch.label(self.stats.last_error)
 
-    def _swap(self) -> Callable[[], None] | None:
-        """Called by the gate with nobody inside: make the newest verified slot live."""
-        receiver = self._require_started()
-        started = time.perf_counter()
-        with receiver.changed:
-            verified = self._table.find(SlotState.VERIFIED)
-            if not verified:
-                return None
-            number = verified[-1]
-            slot = self._table.slots[number]
-            try:
-                self._mode.activate(number)
-            except (OSError, WeightSyncError) as error:
-                self._drop(number)
-                failure = VersionError(
-                    f"version {slot.version} could not be made live, the one before still is: {error}"
-                )
-                self._send(m.Failed(slot.epoch, slot.version, str(failure)))
-                receiver.changed.notify_all()
-                return lambda: self._failed(slot.version, failure)
-            self._table.activate(number)
-            if self._mode.is_separate:
-                self._table.move(number, SlotState.RETIRED)
-            self._live = live = _Live(slot.epoch, slot.version, slot.digests, slot.recipe)
-            pause = time.perf_counter() - started
-            for superseded in verified[:-1]:
-                self._drop(superseded)
-            if self._mode.borrows_slots:
-                for retired in self._table.find(SlotState.RETIRED)[: self._retired_excess()]:
-                    self._drop(retired)
-            receiver.changed.notify_all()
-        self._send(m.Live(live.epoch, live.version, pause))
-        return lambda: self._went_live(live.version, pause)
+    def _decided(self) -> None:
+        """The replica decided something; who is the whole of it switches at its next step boundary."""
+        if self._ranks == 1:
+            self._gate.request_swap()
+        with self._changed:
+            self._changed.notify_all()
 
-    def _retired_excess(self) -> int:
-        return max(0, len(self._table.find(SlotState.RETIRED)) - self._table.keep)
+    def _undo(self, epoch: int, version: int) -> None:
+        if self._switch.undo(epoch, version):
+            self._gate.request_swap()
 
-    def _drop(self, number: int) -> None:
-        """Forget a slot's content; a borrowed one goes back to the publisher."""
-        slot = self._table.slots[number]
-        self._table.move(number, SlotState.EMPTY)
-        if self._mode.borrows_slots:
-            self._send(m.Release(slot.epoch, slot.version))
-
-    def _previous(self) -> int:
-        live = self._live
-        if live is None:
-            raise NotReadyError("there is no live version to roll back from")
-        for number in reversed(self._table.find(SlotState.RETIRED)):
-            slot = self._table.slots[number]
-            if (slot.epoch, slot.version) < (live.epoch, live.version) and slot.version >= 0:
-                return number
-        raise UsageError(
-            f"no version before {live.version} is held any more (its slot is being refilled); slots=3 keeps one"
-            + (', slots=4 with swap="copy"' if self._mode.is_separate else "")
-        )
+    def _stand(self) -> None:
+        if self._receiver is not None:
+            self._receiver.stand()
 
     def _went_live(self, version: int, pause_s: float) -> None:
         self.stats.versions_live += 1
@@ -387,10 +379,10 @@ class Subscriber:
         self.stats.read_s.append(took_s)
         if self._plan is not None and not self._mode.borrows_slots:
             self.stats.bytes_received += self._plan.size_bytes
-        self._gate.request_swap()
-        receiver = self._require_started()
-        with receiver.changed:
-            receiver.changed.notify_all()
+        if not self._votes.is_voting:
+            self._gate.request_swap()
+        with self._changed:
+            self._changed.notify_all()
         _call(self._on_ready, version)
 
     def _failed(self, version: int, error: WeightSyncError) -> None:
@@ -410,7 +402,7 @@ class Subscriber:
             self.stats.transport = session.transport
         if self._link is not None:
             self._link.watch(() if session is None else session.liveness_fds())
-        live = self._live
+        live = self._switch.live
         if session is not None and live is not None and live.epoch == session.epoch:
             self._send(m.Live(live.epoch, live.version, 0.0))  # rejoined: what was said meanwhile may be lost
 
@@ -432,6 +424,9 @@ class Subscriber:
             self._mode.name,
             last_epoch,
             self._held(last_epoch) if self._mode.borrows_slots else None,
+            self._replica,
+            self._rank,
+            self._ranks,
         )
 
     def _held(self, epoch: int) -> list[int]:
@@ -443,28 +438,35 @@ class Subscriber:
         ]
 
     def _heartbeat(self, epoch: int) -> m.Heartbeat:
-        live = self._live
+        live = self._switch.live
         version = live.version if live is not None and live.epoch == epoch else None
+        with self._changed:
+            self._stand()
         state = "filling" if self._table.find(SlotState.FILLING) else "serving" if live else "waiting"
         return m.Heartbeat(epoch, version, state, self.stats.transport)
 
     def _await_first(self) -> None:
         receiver = self._require_started()
-        with receiver.changed:
-            receiver.changed.wait_for(
-                lambda: self._table.find(SlotState.VERIFIED) or self._live or receiver.fatal, self._timeout_s
-            )
-            if not self._table.find(SlotState.VERIFIED) and self._live is None:
+
+        def is_there() -> bool:
+            if self._votes.is_voting:
+                return self._votes.commit.ready is not None
+            return bool(self._table.find(SlotState.VERIFIED))
+
+        with self._changed:
+            self._changed.wait_for(lambda: is_there() or self._switch.live or receiver.fatal, self._timeout_s)
+            if not is_there() and self._switch.live is None:
                 if receiver.fatal is not None:
                     raise receiver.fatal
                 raise NotReadyError(
                     f"no verified version within {self._timeout_s:g} s: {self.stats.last_error or 'none was published'}; "
                     "pass initial_version= to serve the tensors' own content until then"
                 )
-        self._gate.request_swap()  # the receiver's own request may still be on its way
+        if self._ranks == 1:
+            self._gate.request_swap()  # the receiver's own request may still be on its way
 
     def _has(self, version: int) -> bool:
-        live, link = self._live, self._link
+        live, link = self._switch.live, self._link
         return (
             live is not None and live.version >= version and (link is None or live.epoch in (0, link.epoch))
         )

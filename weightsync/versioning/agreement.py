@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,15 @@ from weightsync.errors import SyncTimeoutError
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
+
+
+def place_in(group: dist.ProcessGroup, replica: str | None) -> tuple[str, int, int]:
+    """Name of the replica (by default one that the ranks agree upon), this rank, number of ranks."""
+    import torch.distributed as dist
+
+    name = [replica or f"replica-{secrets.token_hex(4)}"]
+    dist.broadcast_object_list(name, src=dist.get_global_rank(group, 0), group=group)
+    return name[0], dist.get_rank(group), dist.get_world_size(group)
 
 
 class Agreement:

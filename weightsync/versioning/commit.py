@@ -82,6 +82,11 @@ class RankCommit:
         """The version's bytes are wrong."""
         self._refused = version
 
+    @property
+    def complete(self) -> frozenset[int]:
+        """Versions that need no reading."""
+        return frozenset(self._complete)
+
     def may_drop(self, version: int) -> bool:
         """Whether the slot of this version may be refilled: it is not live, and the replica can't switch to it."""
         is_live = self.live is not None and self.live.version == version

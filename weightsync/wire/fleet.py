@@ -15,12 +15,14 @@ import msgspec
 import numpy as np
 
 from weightsync.config import HEARTBEAT_S, MAX_MEMBERS, MEMBER_TIMEOUT_S
-from weightsync.errors import FencedError, LayoutError, ProtocolError, UsageError, VersionError
+from weightsync.errors import ConfigError, FencedError, LayoutError, ProtocolError, UsageError, VersionError
 from weightsync.moves import Int64s
 from weightsync.types import FleetStatus, MemberReport, MemberStatus
 from weightsync.wire import messages as m
 from weightsync.wire.arrangement import Arrangement
+from weightsync.wire.ballots import Ballots, Seat, ballot_to_wire
 from weightsync.wire.ranks import Rank, Ranks
+from weightsync.wire.replicas import Admit, Cancel, Commit, Grant, Order
 from weightsync.wire.requests import Request, Requests
 
 _RECORDS = 64
@@ -30,7 +32,8 @@ PINNED = "pinned"
 
 @dataclass(slots=True)
 class Member:
-    """A subscriber that said Hello. `target`: its number in the arrangement, once it said what it wants."""
+    """A subscriber that said Hello. `target`: its number in the arrangement, once it said what it wants. `seat`: where it
+    votes, if it does."""
 
     hello: m.Hello
     label: str
@@ -38,6 +41,7 @@ class Member:
     welcomed: bool = False
     target: int | None = None
     plan: m.Plan | None = None
+    seat: Seat | None = None
     newer_than: int | None = None
     live_version: int | None = None
     state: str = "joining"
@@ -126,6 +130,7 @@ class Fleet:
         self.fenced_by: str | None = None
         self.refused = 0
         self.requests = Requests(epoch, self._send)
+        self.ballots = Ballots(epoch)
         self._begun = 0  # the newest version that any rank began
         self._skipped = 0
         self._generation = 0
@@ -140,6 +145,11 @@ class Fleet:
         refusal = self.ranks.refusal(enlist, now)
         if refusal is not None:
             self._send(route, m.Refused(self.epoch, refusal))
+            return
+        try:
+            self.ballots.set_policy(enlist.policy)
+        except ConfigError as error:
+            self._send(route, m.Refused(self.epoch, str(error)))
             return
         is_new = not self.ranks.knows(enlist)
         pushed_out = self.ranks.seat(route, enlist, now)
@@ -284,6 +294,7 @@ class Fleet:
             member.label: MemberReport() for member in self.members.values() if member.plan is not None
         }
         self.records.append(VersionRecord(version, now, reports))
+        self._obey(self.ballots.offer(version))
         self._grant_all()
 
     def _sealed(self, rank: Rank, message: m.Sealed, now: float) -> None:
@@ -341,6 +352,10 @@ class Fleet:
         if slot is not None:
             self._break_leases(slot, reason)
             slot.version, slot.is_sealed = 0, False
+        self._obey(self.ballots.withdraw(version))
+        newest = self._newest_good()
+        if newest is not None:
+            self._obey(self.ballots.offer(newest.version))
 
     def free_slot(self) -> int | None:
         """A slot that may be overwritten: no leases, not the newest sealed version. Empty ones first, then the oldest.
@@ -362,6 +377,7 @@ class Fleet:
         """As `free_slot`; what was in it is not offered to anybody from here on."""
         number = self.free_slot()
         if number is not None:
+            self._obey(self.ballots.withdraw(self.slots[number].version))
             self.slots[number] = SlotState()
         return number
 
@@ -374,6 +390,7 @@ class Fleet:
         ]
         victim = min(readable, key=lambda s: self.slots[s].version, default=None)
         if victim is not None:
+            self._obey(self.ballots.withdraw(self.slots[victim].version))
             self._break_leases(self.slots[victim], "evicted: the publisher reused the slot")
         return victim
 
@@ -488,6 +505,10 @@ class Fleet:
                 self._await_members(rank, message, now)
             case m.AwaitStage():
                 self._await_stage(rank, message, now)
+            case m.Promote():
+                self._promote(rank, message)
+            case m.Rollback():
+                self._roll_back(rank, message)
             case m.AskReport():
                 self._send(
                     rank.route, m.Answer(self.epoch, message.request, report=self.report(message.version))
@@ -501,6 +522,9 @@ class Fleet:
                 member.state, member.transport = message.state, message.transport
                 member.live_version = message.live_version
                 self._send(route, m.Pong(self.epoch, self.newest))
+            case m.Stand():
+                if member.seat is not None:
+                    self._obey_in(member.seat[0], self.ballots.reported(member.seat, message))
             case m.Wants():
                 self._wants(route, member, message)
             case m.Pull():
@@ -521,6 +545,7 @@ class Fleet:
         if self._must_arrange:
             self._arrange()
         self._extend_newest()
+        self._obey(self.ballots.decide())
         self._grant_all()
         self.requests.settle(now)
 
@@ -630,10 +655,15 @@ class Fleet:
         for other, member in list(self.members.items()):
             if member.hello.instance == hello.instance:  # a reconnect: not lost, but no longer reading
                 label = member.label
-                del self.members[other]
+                del self.members[other]  # its seat is taken again with the welcome
                 self._end_leases(hello.instance, keep_pinned=True)
             elif other == route:
                 self._remove(other, "another member took over its connection", keep_pinned=False)
+        if not 0 <= hello.rank < hello.ranks or (hello.ranks > 1 and hello.replica is None):
+            self._send(
+                route, m.Refused(self.epoch, f"rank {hello.rank} of {hello.ranks} of replica {hello.replica}")
+            )
+            return
         held = hello.holds if hello.holds and hello.last_epoch == self.epoch else []
         for slot in self.slots:
             if slot.version not in held:
@@ -655,7 +685,97 @@ class Fleet:
             member.target, member.plan, member.newer_than = None, None, None
             self._end_leases(member.hello.instance, keep_pinned=True)
             offers = [rank.offers or {} for rank in self.ranks.present()]
-            self._send(route, m.Welcome(self.epoch, self.publisher, self.arrangement.catalogue, offers))
+            session = self._take_seat(route, member)
+            if session is not None:
+                self._send(
+                    route, m.Welcome(self.epoch, self.publisher, self.arrangement.catalogue, offers, session)
+                )
+
+    # ---- replicas
+
+    def _take_seat(self, route: bytes, member: Member) -> int | None:
+        """The member's session; 0: it need not vote. None: it was refused."""
+        seat = member.seat = self.ballots.seat_of(member.hello, member.label)
+        if seat is None:
+            return 0
+        for other, rival in list(self.members.items()):
+            if rival is not member and rival.seat == seat:
+                self._remove(other, f"{member.label} took its place in replica {seat[0]}", keep_pinned=True)
+        try:
+            orders = self.ballots.join(seat, member.hello)
+        except ConfigError as error:
+            member.seat, member.state, member.error = None, "refused", str(error)
+            self._send(route, m.Refused(self.epoch, str(error)))
+            return None
+        admitted = [order for order in orders if isinstance(order, Admit) and order.rank == seat[1]]
+        self._obey_in(seat[0], [order for order in orders if order not in admitted])
+        return admitted[-1].session
+
+    def _obey(self, orders: list[tuple[str, Order]]) -> None:
+        for name, order in orders:
+            self._obey_in(name, [order])
+
+    def _obey_in(self, name: str, orders: list[Order]) -> None:
+        """Send what a replica's state asks for."""
+        routes = {
+            member.seat: (route, member) for route, member in self.members.items() if member.seat is not None
+        }
+        for order in orders:
+            found = routes.get((name, order.rank))
+            if found is None:
+                continue
+            route, member = found
+            match order:
+                case Admit():
+                    self._send(route, m.Admit(self.epoch, order.session))
+                case Grant() if order.is_held:
+                    self._send(route, m.Grant(self.epoch, order.session, ballot_to_wire(order.ballot)))
+                case Grant():
+                    self._grant_ballot(route, member, order)
+                case Commit():
+                    self._send(route, m.Commit(self.epoch, order.session, ballot_to_wire(order.ballot)))
+                case Cancel():
+                    self._send(route, m.Cancel(self.epoch, order.session, ballot_to_wire(order.ballot)))
+
+    def _grant_ballot(self, route: bytes, member: Member, order: Grant) -> None:
+        """Let a rank read what it may vote for; if that is not possible yet, its next standing asks again."""
+        number, epoch, version = ballot_to_wire(order.ballot)
+        slot = self._slot_of(version)
+        if (
+            epoch == self.epoch
+            and slot is not None
+            and self._covers(slot, member)
+            and not self.ranks.missing()
+        ):
+            self._grant(route, member, slot, number)
+
+    def _promote(self, rank: Rank, ask: m.Promote) -> None:
+        known = [slot.version for slot in self.slots if slot.version]
+        self._answer_now(rank, ask.request, self.ballots.promote(ask.version, known))
+
+    def _roll_back(self, rank: Rank, ask: m.Rollback) -> None:
+        if self.record(ask.version) is None:
+            self._answer_now(rank, ask.request, f"version {ask.version} is unknown, or too long ago")
+            return
+        self._obey(self.ballots.rollback(ask.version))
+        newest = self._newest_good()
+        if newest is not None:
+            self._obey(self.ballots.offer(newest.version))
+        for route, member in self.members.items():
+            if member.seat is None:
+                self._send(route, m.Undo(self.epoch, ask.version))
+        self._answer_now(rank, ask.request, None)
+
+    def _answer_now(self, rank: Rank, request: int, problem: str | None) -> None:
+        error = None if problem is None else ("UsageError", problem)
+        self._send(rank.route, m.Answer(self.epoch, request, error=error))
+
+    def _newest_good(self) -> SlotState | None:
+        """The slot of the newest version that was not rolled back."""
+        good = [slot for slot in self.slots if slot.version and not self.ballots.is_bad(slot.version)]
+        return max(good, key=lambda slot: slot.version, default=None)
+
+    # ---- what members want
 
     def _wants(self, route: bytes, member: Member, message: m.Wants) -> None:
         if self.arrangement is None or not member.welcomed:
@@ -692,12 +812,13 @@ class Fleet:
         """Give every member with a standing pull the newest version that is newer."""
         if not any(member.newer_than is not None for member in self.members.values()):
             return
-        newest = max(self.slots, key=lambda slot: slot.version, default=None)
-        if newest is None or not newest.version or self.ranks.missing():
+        newest = self._newest_good()
+        if newest is None or self.ranks.missing():
             return
         for route, member in self.members.items():
             if (
                 member.newer_than is not None
+                and member.seat is None
                 and newest.version > member.newer_than
                 and self._covers(newest, member)
             ):
@@ -715,13 +836,14 @@ class Fleet:
         needs = arrangement.needs(member.target)
         return all(need <= there for need, there in zip(needs, slot.cells, strict=True))
 
-    def _grant(self, route: bytes, member: Member, slot: SlotState) -> None:
+    def _grant(self, route: bytes, member: Member, slot: SlotState, ballot: int = 0) -> None:
         member.newer_than = None
         kind = (
             READING if member.hello.holds is None else PINNED
         )  # what may go live there is not taken away any more
         slot.leases.setdefault(member.hello.instance, kind)
-        self._send(route, m.Announce(self.epoch, slot.version, self.slots.index(slot), slot.generation))
+        number = self.slots.index(slot)
+        self._send(route, m.Announce(self.epoch, slot.version, number, slot.generation, ballot))
         if slot.is_sealed:
             self._send_seal(route, member, slot)
 
@@ -780,6 +902,10 @@ class Fleet:
     def _remove(self, route: bytes, why: str, *, keep_pinned: bool) -> None:
         member = self.members.pop(route)
         self._end_leases(member.hello.instance, keep_pinned=keep_pinned)
+        if member.seat is not None:
+            name = member.seat[0]
+            is_empty = not any(other.seat and other.seat[0] == name for other in self.members.values())
+            self._obey_in(name, self.ballots.leave(member.seat, is_empty))
         for record in self.records:
             report = record.members.get(member.label)
             if report is not None and report.live_s is None:

@@ -35,6 +35,10 @@ class _Message(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     pass
 
 
+VersionOf = tuple[int, int]
+BallotOf = tuple[int, int, int]
+
+
 class Report(msgspec.Struct, forbid_unknown_fields=True):
     """What is known of one version; times in seconds since its first rank began."""
 
@@ -47,7 +51,7 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
 class Hello(_Message):
     """A member presents itself. `instance` tells a reconnect from a second process; `last_epoch` fences zombies.
     `holds`: versions of that epoch whose slots serve there, or may any moment, all others are let go; None: slots never
-    serve there, they are only read."""
+    serve there, they are only read. `rank` of `ranks` of a `replica`: those switch together; None: one of its own."""
 
     name: str
     instance: str
@@ -57,6 +61,9 @@ class Hello(_Message):
     swap: str
     last_epoch: int
     holds: list[int] | None = None
+    replica: str | None = None
+    rank: int = 0
+    ranks: int = 1
 
 
 class Heartbeat(_Message):
@@ -108,6 +115,21 @@ class Bye(_Message):
     epoch: int
 
 
+class Stand(_Message):
+    """Where a rank of a replica stands, the whole truth each time; see `weightsync.standing.Standing`. A version is
+    (epoch, version), a ballot (number, epoch, version)."""
+
+    epoch: int
+    session: int
+    live: BallotOf | None
+    decided: BallotOf | None
+    votes: list[BallotOf]
+    complete: list[VersionOf]
+    granted: int
+    refused: VersionOf | None
+    has_room: bool
+
+
 class AskStatus(_Message):
     pass
 
@@ -145,6 +167,7 @@ class Enlist(_Message):
     slots: int
     layout: Layout
     takeover: bool
+    policy: str = "each"
 
 
 class Offers(_Message):
@@ -225,13 +248,31 @@ class AskReport(_Message):
     version: int
 
 
+class Promote(_Message):
+    """With the policies canary and manual: every replica may go to this version."""
+
+    epoch: int
+    request: int
+    version: int
+
+
+class Rollback(_Message):
+    """The version is bad; the fleet goes back."""
+
+    epoch: int
+    request: int
+    version: int
+
+
 class Welcome(_Message):
-    """`offers`: for each rank, from each data transport's name to what its reader needs to connect."""
+    """`offers`: for each rank, from each data transport's name to what its reader needs to connect. `session`: under
+    which the member's votes are counted; 0: it needs none, and makes live what it has verified."""
 
     epoch: int
     publisher: str
     catalogue: Catalogue
     offers: list[dict[str, dict[str, str]]]
+    session: int = 0
 
 
 class Plan(_Message):
@@ -293,12 +334,52 @@ class Answer(_Message):
 
 
 class Announce(_Message):
-    """The slot now being staged (or sealed already) holds `version`; it is leased to the receiver of this message."""
+    """The slot now being staged (or sealed already) holds `version`; it is leased to the receiver of this message.
+    `ballot`: what it may vote for once it is verified; 0: no vote is needed."""
 
     epoch: int
     version: int
     slot: int
     generation: int
+    ballot: int = 0
+
+
+class Grant(_Message):
+    """The member, which holds the version already, may vote for the ballot."""
+
+    epoch: int
+    session: int
+    ballot: BallotOf
+
+
+class Commit(_Message):
+    """All ranks of the replica voted for the ballot: the next step boundary may switch."""
+
+    epoch: int
+    session: int
+    ballot: BallotOf
+
+
+class Cancel(_Message):
+    """The ballot will never be committed."""
+
+    epoch: int
+    session: int
+    ballot: BallotOf
+
+
+class Admit(_Message):
+    """The member's votes count under another session from now on."""
+
+    epoch: int
+    session: int
+
+
+class Undo(_Message):
+    """The version is bad: a member that serves it goes back to the one before, and nobody makes it live any more."""
+
+    epoch: int
+    version: int
 
 
 class Seal(_Message):
@@ -356,19 +437,37 @@ FromRank = (
     | AwaitMembers
     | AwaitStage
     | AskReport
+    | Promote
+    | Rollback
 )
 FromMember = (
-    Hello | Heartbeat | Wants | Pull | Verified | Live | Release | Failed | Bye | AskStatus | AskLayout | TakeOver
+    Hello | Heartbeat | Stand | Wants | Pull | Verified | Live | Release | Failed | Bye | AskStatus | AskLayout | TakeOver
     | FromRank
 )  # fmt: skip
 Known = (
-    Heartbeat | Wants | Pull | Verified | Live | Release | Failed | Bye | Offers | Beat | Begin | Sealed | Extended
-    | Aborted | MemberGone | AwaitMembers | AwaitStage | AskReport
+    Heartbeat | Stand | Wants | Pull | Verified | Live | Release | Failed | Bye | Offers | Beat | Begin | Sealed | Extended
+    | Aborted | MemberGone | AwaitMembers | AwaitStage | AskReport | Promote | Rollback
 )  # fmt: skip
 """From those who have introduced themselves."""
 ToRank = Enlisted | Stage | Extend | Answer
 ToMember = (
-    Welcome | Plan | NoPlan | Announce | Seal | Abort | Pong | Unknown | Refused | Farewell | Status | ToRank
+    Welcome
+    | Plan
+    | NoPlan
+    | Announce
+    | Seal
+    | Abort
+    | Grant
+    | Commit
+    | Cancel
+    | Admit
+    | Undo
+    | Pong
+    | Unknown
+    | Refused
+    | Farewell
+    | Status
+    | ToRank
 )
 
 _encoder = msgspec.msgpack.Encoder()
