@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.yardstick import PlainCopy, aligned_buffer, record
 from weightsync import _native
-from weightsync.moves import MoveRows, contiguous_strides
+from weightsync.moves import View, ViewTable, contiguous_strides
 from weightsync.types import DTYPES, Box
 
 SIZE = 1 << 30
@@ -19,13 +19,12 @@ ROUNDS = 9
 
 def program(source: str, target: str, elements: int, rows: int = 4096) -> _native.Program:
     shape = (elements // rows, rows)
-    table = MoveRows(1)
-    table.fill(
-        0, DTYPES[source], DTYPES[target], "t", shape, Box.whole(shape), 0,
-        src_strides=contiguous_strides(shape, DTYPES[source].itemsize),
-        dst_strides=contiguous_strides(shape, DTYPES[target].itemsize),
-    )  # fmt: skip
-    return _native.Program(table.table)
+    read, written = DTYPES[source], DTYPES[target]
+    views = ViewTable([View("t", shape, Box.whole(shape), contiguous_strides(shape, read.itemsize))])
+    table, _ = views.into_slot(
+        np.zeros(1, np.int64), views.start, views.stop, np.zeros(1, np.int64), source=[read], wire=[written]
+    )
+    return _native.Program(table)
 
 
 @pytest.mark.benchmark(group="core, 1 GiB read")

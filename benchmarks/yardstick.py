@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from weightsync import _native
-from weightsync.moves import MoveRows, contiguous_strides
+from weightsync.moves import View, ViewTable, contiguous_strides
 from weightsync.tensors import dtype_name, find_tensors
 from weightsync.types import DTYPES
 
@@ -41,16 +41,16 @@ class PlainCopyOf:
 
     def __init__(self, state: dict[str, torch.Tensor], threads: int = 2) -> None:
         entries = find_tensors(state)
-        rows = MoveRows(len(entries))
         ends = np.cumsum([-(-entry.tensor.nbytes // 64) * 64 for entry in entries])
-        for row, entry in enumerate(entries):
-            dtype = DTYPES[dtype_name(entry.tensor.dtype)]
-            strides = contiguous_strides(entry.shape, dtype.itemsize)
-            rows.fill(
-                row, dtype, dtype, entry.names[0], entry.shape, entry.box, int(ends[row] - ends[0]),
-                src_strides=strides, dst_strides=strides,
-            )  # fmt: skip
-        self._program = _native.Program(rows.table)
+        dtypes = [DTYPES[dtype_name(entry.tensor.dtype)] for entry in entries]
+        views = ViewTable([
+            View(entry.names[0], entry.shape, entry.box, contiguous_strides(entry.shape, dtype.itemsize))
+            for entry, dtype in zip(entries, dtypes, strict=True)
+        ])  # fmt: skip
+        table, _ = views.into_slot(
+            np.arange(len(entries)), views.start, views.stop, ends - ends[0], source=dtypes, wire=dtypes
+        )
+        self._program = _native.Program(table)
         self._target = aligned_buffer(int(ends[-1]) + 64)
         self._sources = np.array([entry.tensor.data_ptr() for entry in entries], np.uint64)
         starts = np.concatenate([[0], ends[:-1]]).astype(np.uint64)

@@ -1,4 +1,4 @@
-"""Matching layouts, and cutting plans."""
+"""Matching names, making plans, and cutting them."""
 
 import numpy as np
 import pytest
@@ -9,30 +9,35 @@ from weightsync._native import layout as col
 from weightsync.errors import LayoutError, ProtocolError
 from weightsync.moves import contiguous_strides
 from weightsync.types import DTYPES, Box
-from weightsync.wire.layout import Layout, ShardSpec, TensorSpec, lay_out
-from weightsync.wire.plan import Want, plan_moves, split_moves
+from weightsync.wire.layout import Boxes, Catalogue, TensorSpec, refuse_overlaps
+from weightsync.wire.plan import Plan, Want, make_plan, match_names, split_moves
 
 
-def layout_of(*specs: TensorSpec, aliases: dict[str, str] | None = None) -> Layout:
-    return lay_out(specs, [(n, Box.whole(s.shape)) for n, s in enumerate(specs)], aliases or {})
+def catalogue_of(*specs: TensorSpec, aliases: dict[str, str] | None = None) -> Catalogue:
+    return Catalogue(specs, aliases or {})
 
 
 def want(*names: str, dtype: str = "float32", shape: tuple[int, ...] = (4, 6)) -> Want:
     return Want(names, dtype, shape, Box.whole(shape), contiguous_strides(shape, DTYPES[dtype].itemsize))
 
 
+def whole_plan(catalogue: Catalogue, wants: list[Want], pieces: list[tuple[int, Box]] | None = None) -> Plan:
+    """A plan that reads these boxes, by default each want at once, one after the other, from rank 0."""
+    matches = match_names(catalogue, wants)
+    boxes = pieces or [(number, wants[w].box) for number, w in enumerate(matches.wants.tolist())]
+    reads = Boxes.of(((int(matches.tensors[n]), box) for n, box in boxes), catalogue.width)
+    offsets = np.arange(len(boxes), dtype="<u8") * np.uint64(4096)
+    numbers = np.array([n for n, _ in boxes], "<u4")
+    return make_plan(
+        catalogue, wants, matches, reads, bytes(4 * len(boxes)), numbers.tobytes(), offsets.tobytes()
+    )
+
+
 A, B = TensorSpec("a", "float32", (4, 6)), TensorSpec("b", "float32", (4, 6))
 
 
-def test_moves_are_in_slot_order_whatever_the_order_of_the_wants():
-    plan = plan_moves(layout_of(A, B), [want("b"), want("a")])
-    assert plan.names == ("a", "b")
-    assert plan.wants.tolist() == [1, 0]
-    assert plan.size_bytes == 2 * 96
-
-
 def test_every_disagreement_is_listed_in_one_error():
-    layout = layout_of(A, B, TensorSpec("extra", "int8", (2,)), TensorSpec("d", "bfloat16", (4, 6)))
+    catalogue = catalogue_of(A, B, TensorSpec("extra", "int8", (2,)), TensorSpec("d", "bfloat16", (4, 6)))
     wants = [
         want("a", shape=(4, 5)),
         want("b", dtype="float16"),
@@ -40,7 +45,7 @@ def test_every_disagreement_is_listed_in_one_error():
         want("d", dtype="bfloat16"),
     ]
     with pytest.raises(LayoutError) as caught:
-        plan_moves(layout, wants)
+        match_names(catalogue, wants)
     text = str(caught.value)
     assert text.startswith("4 tensors do not match")
     for fragment in ("a: the publisher's shape is [4, 6], here it is [4, 5]", "b: the publisher sends float32",
@@ -49,43 +54,62 @@ def test_every_disagreement_is_listed_in_one_error():
 
 
 def test_patterns_allow_what_is_missing_and_ignore_what_is_extra():
-    plan = plan_moves(layout_of(A, B), [want("a"), want("own.x")], allow_missing=["own.*"], ignore=["b"])
-    assert plan.names == ("a",)
+    found = match_names(catalogue_of(A, B), [want("a"), want("own.x")], allow_missing=["own.*"], ignore=["b"])
+    assert found.wants.tolist() == [0]
 
 
 def test_tensors_tied_at_the_publisher_serve_two_wants():
-    plan = plan_moves(layout_of(A, aliases={"head": "a"}), [want("a"), want("head")])
-    assert plan.shards.tolist() == [0, 0]
+    found = match_names(catalogue_of(A, aliases={"head": "a"}), [want("a"), want("head")])
+    assert found.tensors.tolist() == [0, 0]
 
 
 def test_tensors_tied_here_need_only_one_of_their_names():
-    assert plan_moves(layout_of(A), [want("a", "head")]).names == ("a",)
+    assert match_names(catalogue_of(A), [want("a", "head")]).tensors.tolist() == [0]
 
 
 def test_tensors_tied_here_but_sent_separately_are_an_error():
     with pytest.raises(LayoutError, match=r"a = b: tied here, but the publisher sends a, b separately"):
-        plan_moves(layout_of(A, B), [want("a", "b")])
+        match_names(catalogue_of(A, B), [want("a", "b")])
 
 
 def test_overlapping_boxes_are_refused():
+    catalogue = catalogue_of(A)
+    boxes = Boxes.of([(0, Box((0, 0), (3, 6))), (0, Box((2, 0), (4, 6)))], 2)
     with pytest.raises(LayoutError, match="overlap"):
-        lay_out([A], [(0, Box((0, 0), (3, 6))), (0, Box((2, 0), (4, 6)))], {})
+        refuse_overlaps(catalogue, boxes.columns(catalogue))
 
 
 @pytest.mark.parametrize(
-    "layout",
+    "pieces",
     [
-        Layout((TensorSpec("a", "float128", (1,)),), (), {}, 64),
-        Layout((TensorSpec("a", "float32", (-1,)),), (), {}, 64),
-        Layout((A,), (ShardSpec(1, (0, 0), (4, 6), 0),), {}, 128),
-        Layout((A,), (ShardSpec(0, (0, 0), (4, 7), 0),), {}, 128),
-        Layout((A,), (ShardSpec(0, (0, 0), (4, 6), 64),), {}, 128),
-        Layout((A,), (ShardSpec(0, (0,), (4,), 0),), {}, 128),
+        [(0, Box((0, 0), (3, 6)))],
+        [(0, Box((0, 0), (4, 6))), (0, Box((0, 0), (1, 6)))],
+        [(0, Box((0, 0), (2, 6))), (0, Box((0, 0), (2, 6)))],
+        [(0, Box((0, 0), (2, 6))), (0, Box((1, 0), (3, 6)))],
     ],
 )
-def test_a_layout_that_lies_is_refused(layout):
+def test_a_plan_that_does_not_fill_each_element_once_is_refused(pieces):
     with pytest.raises(ProtocolError):
-        layout.validate()
+        whole_plan(catalogue_of(A), [want("a")], pieces)
+
+
+@pytest.mark.parametrize(
+    "catalogue",
+    [
+        Catalogue((TensorSpec("a", "float128", (1,)),), {}),
+        Catalogue((TensorSpec("a", "float32", (-1,)),), {}),
+        Catalogue((A, A), {}),
+    ],
+)
+def test_a_catalogue_that_lies_is_refused(catalogue):
+    with pytest.raises(ProtocolError):
+        catalogue.validate()
+
+
+@pytest.mark.parametrize(("tensor", "stop"), [(1, (4, 6)), (0, (4, 7))])
+def test_boxes_that_lie_outside_are_refused(tensor, stop):
+    with pytest.raises(ProtocolError):
+        Boxes.of([(tensor, Box((0, 0), stop))], 2).columns(catalogue_of(A))
 
 
 def elements(table: np.ndarray, offsets: np.ndarray, targets: np.ndarray) -> dict[int, tuple[int, int]]:
@@ -108,11 +132,11 @@ def elements(table: np.ndarray, offsets: np.ndarray, targets: np.ndarray) -> dic
     transposed=st.booleans(),
 )
 def test_cutting_moves_keeps_every_element_in_its_place(shape, max_bytes, transposed):
-    layout = layout_of(TensorSpec("t", "float32", shape))
+    catalogue = catalogue_of(TensorSpec("t", "float32", shape))
     strides = contiguous_strides(shape, 4)
     if transposed:
         strides = tuple(reversed(contiguous_strides(shape[::-1], 4)))
-    plan = plan_moves(layout, [Want(("t",), "float32", shape, Box.whole(shape), strides)])
+    plan = whole_plan(catalogue, [Want(("t",), "float32", shape, Box.whole(shape), strides)])
     split = split_moves(plan, max_bytes)
     assert (split.sizes <= max(max_bytes, 4)).all()
     whole = elements(plan.table, plan.offsets, np.zeros(1, np.int64))
