@@ -46,14 +46,15 @@ def hello(
 
 
 class Scene:
-    """A fleet, and what it has sent to whom. `now` is the clock of all that is said."""
+    """A fleet, and what it has sent to whom. `now` is the clock of all that is said; `stages` the newest order to each
+    rank."""
 
     def __init__(self, *held: Sequence[Held], slots: int = 2) -> None:
         self.fleet = Fleet(address="tcp://x", publisher="p", epoch=EPOCH)
         self.now = 0.0
         self.held, self.slots = [list(one) for one in held], slots
         self._inbox: dict[bytes, list[m.ToMember]] = defaultdict(list)
-        self._stages: dict[bytes, m.Stage] = {}
+        self.stages: dict[bytes, m.Stage] = {}
         self._asked = 0
 
     @classmethod
@@ -77,7 +78,7 @@ class Scene:
         for to, message in self.fleet.drain():
             self._inbox[to].append(message)
             if isinstance(message, m.Stage):
-                self._stages[to] = message
+                self.stages[to] = message
 
     def wait(self, seconds: float) -> None:
         """Let time pass for everybody."""
@@ -118,7 +119,7 @@ class Scene:
 
     def cells(self, rank: int) -> int:
         """How many a rank was told to stage."""
-        return len(self._stages[self.route(rank)].boxes.tensor) // 4
+        return len(self.stages[self.route(rank)].boxes.tensor) // 4
 
     def begin(
         self, version: int, rank: int = 0, *, when_full: str = "wait", max_lag: int | None = None, timeout_s: float = 10.0
