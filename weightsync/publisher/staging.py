@@ -13,7 +13,7 @@ import torch
 
 from weightsync import _native
 from weightsync.config import HUGE_PAGE
-from weightsync.errors import CapacityError, ConfigError, LayoutError, ProtocolError, TransportError
+from weightsync.errors import CapacityError, ConfigError, LayoutError, ProtocolError
 from weightsync.moves import Int64s, View, ViewTable, contiguous_strides
 from weightsync.segment import Segment, check_memory
 from weightsync.tensors import Entry, dtype_name, why_unfit
@@ -67,7 +67,7 @@ class Staging:
         self._allocate(int((offsets + sizes).max(initial=0)))
         self._columns, self._parents, self._cell_offsets = columns, parents, offsets
         self._cell_sizes = sizes
-        self._stage, self._signature = stage, []
+        self._stage, self._program = stage, None
 
     def stage(self, slot: int, generation: int) -> bytes:
         """Fill `slot` with the tensors as they are now; returns the digests of a Sealed message.
@@ -80,17 +80,16 @@ class Staging:
         except (AttributeError, RuntimeError, TypeError):  # gone, or of a kind without strides
             self._refuse_unfit(tensors)
             raise
-        if signature != self._signature:
+        program = self._program
+        if program is None or signature != self._signature:
             self._refuse_unfit(tensors)
-            self._compile(tensors)
+            program = self._compile(tensors)
             self._signature = signature
         sources = np.fromiter(map(torch.Tensor.data_ptr, tensors), np.uint64, len(tensors))
         if not sources.all():
             self._refuse_freed(tensors)
         digests = np.zeros(len(self._parents), np.uint64)
-        if self._program is None:
-            raise TransportError("nothing is compiled")
-        self._program.run(
+        program.run(
             sources[self._parents] + self._deltas, self._targets(slot, self._cell_offsets), digests,
             threads=self._threads, progress=self.headers.address(slot) + 8,
         )  # fmt: skip
@@ -202,7 +201,7 @@ class Staging:
         ]
         raise LayoutError("tensors changed their shape since register():\n  " + "\n  ".join(changed))
 
-    def _compile(self, tensors: list[torch.Tensor]) -> None:
+    def _compile(self, tensors: list[torch.Tensor]) -> _native.Program:
         self._refuse_reshaped(tensors)
         sources = [DTYPES[dtype_name(tensor.dtype)] for tensor in tensors]
         views = []
@@ -218,7 +217,9 @@ class Staging:
             source=sources,
             wire=self._wires,
         )
-        self._program, self._deltas = _native.Program(table), deltas.astype(np.uint64)
+        program = self._program = _native.Program(table)
+        self._deltas = deltas.astype(np.uint64)
+        return program
 
 
 def _layout_of(entries: list[Entry], wires: list[DType]) -> tuple[Layout, npt.NDArray[np.int32]]:

@@ -34,6 +34,8 @@ class Arrangement:
     def __init__(self, layouts: Sequence[Layout], hosts: Sequence[str]) -> None:
         self.layouts, self.hosts = list(layouts), list(hosts)
         self.catalogue, self._shards = merge_layouts(layouts)
+        numbers = {spec.name: number for number, spec in enumerate(self.catalogue.tensors)}
+        self._known = [[numbers[spec.name] for spec in layout.tensors] for layout in layouts]
         self._table = self.catalogue.table()
         self._targets: dict[tuple[Boxes, str], _Target] = {}
         self._numbers: list[_Target] = []
@@ -113,11 +115,13 @@ class Arrangement:
         return found.astype("<u8").tobytes()
 
     def stage(self, epoch: int, rank: int) -> m.Stage:
-        """What a rank stages, as a message."""
+        """What a rank stages, as a message; the boxes are of the rank's own tensors, in its own numbers."""
         row = np.arange(self.cells.first[rank], self.cells.first[rank + 1])
+        own = np.full(len(self.catalogue.tensors), -1, np.int32)
+        own[self._known[rank]] = np.arange(len(self._known[rank]))
         return m.Stage(
             epoch,
-            self._boxes(row),
+            self._boxes(row, own, self.layouts[rank].catalogue.width),
             self.cells.offset[row].astype("<u8").tobytes(),
             self.cells.parent[row].astype("<u4").tobytes(),
         )
@@ -140,10 +144,11 @@ class Arrangement:
             raise LayoutError("not arranged yet")
         return reads
 
-    def _boxes(self, row: Int64s) -> Boxes:
+    def _boxes(self, row: Int64s, numbers: Int32s | None = None, width: int | None = None) -> Boxes:
         cells = self.cells
         whole = np.array([0, len(row)], np.int64)
-        return Boxes.pack(ShardColumns(whole, cells.tensor[row], cells.start[row], cells.stop[row]))
+        tensor = cells.tensor[row] if numbers is None else numbers[cells.tensor[row]]
+        return Boxes.pack(ShardColumns(whole, tensor, cells.start[row, :width], cells.stop[row, :width]))
 
     def _plan(self, fresh: list[_Target], keep: bool) -> None:
         sources = self._side(self._shards, self.hosts)
