@@ -1,5 +1,9 @@
 """The wire: golden bytes, and everything that must be refused."""
 
+import re
+import typing
+from pathlib import Path
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -10,6 +14,7 @@ from weightsync.types import Box, MemberReport
 from weightsync.wire import messages as m
 from weightsync.wire.layout import Boxes, Catalogue, Layout, TensorSpec
 
+DOCUMENT = Path(__file__).parents[2] / "docs" / "wire_format.md"
 BOXES = Boxes.of([(0, Box((0, 1), (2, 3)))], 2)
 LAYOUT = Layout((TensorSpec("w", "int8", (2, 3)),), {}, BOXES)
 GOLDEN = {
@@ -111,3 +116,21 @@ def test_random_frames_never_do_worse_than_a_protocol_error(frames):
             decode(frames)
         with pytest.raises(ProtocolError):
             decode([m.HEADER, *frames])
+
+
+def test_every_message_and_its_fields_are_described():
+    """`docs/wire_format.md` has a row for each, its fields in order; those with a default are marked."""
+    rows = re.findall(r"^\| ([A-Z][A-Za-z, ]+) \| (.*) \|$", DOCUMENT.read_text(), re.MULTILINE)
+    described = {}
+    for names, text in rows:
+        text = re.sub(r"\([^)]*\)", "", text)
+        text = re.split(r"[:;]", text)[0]
+        fields = [] if text == "none" else [field.strip() for field in text.split(",")]
+        described.update(dict.fromkeys(names.split(", "), fields))
+    said = {
+        kind.__name__: [
+            field.name if field.required else f"{field.name}?" for field in msgspec.structs.fields(kind)
+        ]
+        for kind in typing.get_args(m.FromMember) + typing.get_args(m.ToMember)
+    }
+    assert described == said
