@@ -246,6 +246,8 @@ class RemoteLine(Line):
     def _enlisted(self, message: m.Enlisted) -> None:
         if self.epoch and message.epoch != self.epoch and not self._follow:
             self._end = FencedError(f"{self.address}: another publisher took over (epoch {message.epoch})")
+            # this seat is another process's; the link can't be closed by its own thread
+            threading.Thread(target=self._close, name="weightsync-fenced", daemon=True).start()
             return
         super()._enlisted(message)
         for number, (kind, fields) in self._open.items():  # asked of a life that did not answer any more
