@@ -20,7 +20,7 @@ from weightsync.tensors import Entry, dtype_name, why_unfit
 from weightsync.types import DTYPES, Box, DType
 from weightsync.wire import messages as m
 from weightsync.wire.boxes import volumes
-from weightsync.wire.layout import Boxes, Catalogue, Layout, TensorSpec, refuse_overlaps
+from weightsync.wire.layout import MAX_SLOT_BYTES, Boxes, Catalogue, Layout, TensorSpec, refuse_overlaps
 from weightsync.wire.transport import LocalSlot, SlotHeaders
 
 _FACTS = attrgetter(
@@ -62,6 +62,11 @@ class Staging:
         ):
             raise ProtocolError("a stage order for shards that are not held here")
         offsets = np.frombuffer(stage.offsets, "<u8").astype(np.int64)
+        own = self.layout.boxes.columns(self.layout.catalogue)
+        if (columns.start < own.start[parents]).any() or (columns.stop > own.stop[parents]).any():
+            raise ProtocolError("a stage order for boxes that are not held here")
+        if (offsets < 0).any() or (offsets >= MAX_SLOT_BYTES).any():
+            raise ProtocolError("a stage order for bytes outside the slot")
         wires = np.array([wire.itemsize for wire in self._wires], np.int64)
         sizes = volumes(columns.start, columns.stop) * wires[parents]
         self._allocate(int((offsets + sizes).max(initial=0)))
@@ -107,6 +112,13 @@ class Staging:
         is_held = digests is not None and self.headers.generation(order.slot) == order.generation
         if not is_held or digests is None or len(digests) != first or len(origins) != count - first:
             return None
+        columns, added = self._columns, np.arange(first, count)
+        if (origins >= first).any() or (
+            (columns.tensor[origins] != columns.tensor[added]).any()
+            or (columns.start[added] < columns.start[origins]).any()
+            or (columns.stop[added] > columns.stop[origins]).any()
+        ):
+            raise ProtocolError("an order to make cells out of cells that do not hold them")
         used = np.unique(origins)
         table, _ = self._between(used, used)
         found = np.zeros(len(used), np.uint64)
@@ -116,7 +128,6 @@ class Staging:
         if (found != digests[used]).any():
             return None
         made = np.zeros(count - first, np.uint64)
-        added = np.arange(first, count)
         table, delta = self._between(added, origins)
         starts = self._targets(order.slot, self._cell_offsets[origins]) + delta.astype(np.uint64)
         _native.Program(table).run(

@@ -16,6 +16,8 @@ from weightsync.wire.boxes import box_text, intersect
 from weightsync.wire.columns import Int32s, ShardColumns, TensorTable
 
 _MAX_ELEMENTS = 2**62
+MAX_SLOT_BYTES = 2**56
+"""More than any address space; offsets beyond it are lies, and sums with them could overflow."""
 
 
 class TensorSpec(msgspec.Struct, array_like=True, frozen=True):
@@ -106,6 +108,9 @@ class Boxes(msgspec.Struct, array_like=True, frozen=True):
         shape = catalogue.table().shape[tensor]
         if ((start < 0) | (stop < start) | (stop > shape)).any():
             raise ProtocolError("a box lies outside its tensor")
+        is_padding = np.arange(self.width)[None, :] >= catalogue.table().ndim[tensor][:, None]
+        if ((start != 0) & is_padding).any() or ((stop != 1) & is_padding).any():
+            raise ProtocolError("a box is padded with something else than 0:1")
         return ShardColumns(np.array([0, count], np.int64), tensor, start, stop)
 
 

@@ -17,7 +17,7 @@ from weightsync.errors import LayoutError, ProtocolError
 from weightsync.moves import Int64s, View, ViewTable, contiguous_strides
 from weightsync.types import DTYPES, Box
 from weightsync.wire.boxes import intersect, volumes
-from weightsync.wire.layout import Boxes, Catalogue
+from weightsync.wire.layout import MAX_SLOT_BYTES, Boxes, Catalogue
 
 _MAX_LISTED = 20
 
@@ -152,7 +152,12 @@ def make_plan(
         np.frombuffer(want, "<u4").astype(np.int64),
     )
     at = np.frombuffer(offsets, "<u8").astype(np.int64)
-    if (at < 0).any() or (np.diff(of_rank) < 0).any() or (of_match >= len(matches.wants)).any():
+    if (
+        (at < 0).any()
+        or (at >= MAX_SLOT_BYTES).any()
+        or (np.diff(of_rank) < 0).any()
+        or (of_match >= len(matches.wants)).any()
+    ):
         raise ProtocolError("a plan that is not in order")
     if count and (columns.tensor != matches.tensors[of_match]).any():
         raise ProtocolError("a plan moves one tensor to another")
