@@ -515,7 +515,7 @@ def wishes(draw: st.DrawFn, shapes: dict[str, tuple[int, ...]]) -> list[Shard]:
 
 
 @given(st.data())
-@settings(max_examples=15)
+@settings(max_examples=40)
 def test_any_mesh_reaches_any_cut(data: st.DataObject) -> None:
     shapes, held = data.draw(trainers())
     servers = data.draw(st.lists(wishes(shapes), min_size=1, max_size=2))
@@ -532,8 +532,10 @@ def test_any_mesh_reaches_any_cut(data: st.DataObject) -> None:
         subs = [follow(wants) for wants in servers]
         try:
             for number in (1, 2):
-                for ticket in trainer.publish(number):
-                    ticket.wait("ready", 20.0)
+                tickets = trainer.publish(number)
+                for sub in subs:
+                    sub.wait_for(number, 20.0)
+                tickets[-1].wait("live", 20.0)
             subs.append(follow(late))
             for sub, wants in zip(subs, [*servers, late], strict=True):
                 sub.wait_for(2, 20.0)
