@@ -33,7 +33,7 @@ PINNED = "pinned"
 @dataclass(slots=True)
 class Member:
     """A subscriber that said Hello. `target`: its number in the arrangement, once it said what it wants. `seat`: where it
-    votes, if it does."""
+    votes, if it does. `is_counted`: versions wait for it, since it had a plan for this layout; a reconnect keeps that."""
 
     hello: m.Hello
     label: str
@@ -42,6 +42,7 @@ class Member:
     target: int | None = None
     plan: m.Plan | None = None
     seat: Seat | None = None
+    is_counted: bool = False
     newer_than: int | None = None
     live_version: int | None = None
     state: str = "joining"
@@ -182,7 +183,7 @@ class Fleet:
                     self.ranks.remove(newcomer)
                 return
             for member in self.members.values():
-                member.target, member.plan = None, None
+                member.target, member.plan, member.is_counted = None, None, False
             self._is_open = False
             self._stage_all()
             return
@@ -290,9 +291,7 @@ class Fleet:
             version, self._generation, False, [None] * len(counts), counts, self.arrangement.edition
         )
         self._begun = version
-        reports = {
-            member.label: MemberReport() for member in self.members.values() if member.plan is not None
-        }
+        reports = {member.label: MemberReport() for member in self.members.values() if member.is_counted}
         self.records.append(VersionRecord(version, now, reports))
         self._obey(self.ballots.offer(version))
         self._grant_all()
@@ -601,9 +600,7 @@ class Fleet:
         return [
             f"{member.label} (live {member.live_version})"
             for member in self.members.values()
-            if member.plan is not None
-            and member.hello.role == "server"
-            and (member.live_version or 0) < version
+            if member.is_counted and member.hello.role == "server" and (member.live_version or 0) < version
         ]
 
     def status(self, now: float) -> FleetStatus:
@@ -651,10 +648,10 @@ class Fleet:
             self.fence(f"{hello.name} follows epoch {hello.last_epoch}, newer than {self.epoch}")
             self._send(route, m.Refused(self.epoch, "this publisher is older than the one you followed"))
             return
-        label = ""
+        label, is_counted = "", False
         for other, member in list(self.members.items()):
             if member.hello.instance == hello.instance:  # a reconnect: not lost, but no longer reading
-                label = member.label
+                label, is_counted = member.label, member.is_counted
                 del self.members[other]  # its seat is taken again with the welcome
                 self._end_leases(hello.instance, keep_pinned=True)
             elif other == route:
@@ -675,7 +672,7 @@ class Fleet:
             labels = {member.label for member in self.members.values()}
             label = hello.name if hello.name not in labels else f"{hello.name}@{hello.pid}"
             label = label if label not in labels else f"{label}.{hello.instance[:6]}"
-        member = self.members[route] = Member(hello, label, now)
+        member = self.members[route] = Member(hello, label, now, is_counted=is_counted)
         if self._is_open:
             self._welcome(route, member)
 
@@ -803,9 +800,10 @@ class Fleet:
             refusal = arrangement.refusal(member.target)
             if refusal is not None:
                 member.target, member.state, member.error = None, "refused", refusal
+                member.is_counted = False
                 self._send(route, m.NoPlan(self.epoch, refusal))
             elif (plan := arrangement.plan(self.epoch, member.target)) != member.plan:
-                member.plan = plan
+                member.plan, member.is_counted = plan, True
                 self._send(route, plan)
 
     def _grant_all(self) -> None:
