@@ -32,7 +32,7 @@ from weightsync import Box, Shard
 from weightsync.errors import SyncTimeoutError, WeightSyncError
 from weightsync.subscriber import session
 from weightsync.wire import messages as m
-from weightsync.wire.layout import Boxes
+from weightsync.wire.layout import Boxes, Catalogue
 
 T = TypeVar("T")
 State = SimpleNamespace
@@ -433,11 +433,22 @@ def _fuse(shards: list[Shard]) -> list[Shard]:
     return fused
 
 
+def _layout(address: str) -> Catalogue:
+    """What is published there, asked every second: a question that comes before the last rank is not answered."""
+    deadline = time.monotonic() + 60.0
+    while True:
+        try:
+            return ws.fetch_layout(address, timeout_s=1.0)
+        except SyncTimeoutError:
+            if time.monotonic() > deadline:
+                raise
+
+
 def serve_slices(
     state: State, address: str, rank: int, ranks: int, last: int, folder: str, **options: Any
 ) -> list[int]:
     """Step until version `last`; keeps the slices of every version in a file for each. Returns the versions seen."""
-    layout = ws.fetch_layout(address, timeout_s=60.0)
+    layout = _layout(address)
     (dtype,) = {spec.dtype for spec in layout.tensors}
     shapes = {spec.name: tuple(spec.shape) for spec in layout.tensors}
     shards = tensor_parallel(shapes, rank, ranks, getattr(torch, dtype))
