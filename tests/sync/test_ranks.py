@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 import weightsync as ws
 from tests import roles, sharded
 from tests.processes import Peer, eventually
-from tests.sharded import MODEL, Ranks, assert_content, outcomes, shards_of
+from tests.sharded import MODEL, Ranks, assert_content, outcomes, shards_of, together
 from weightsync import Box, Shard
 from weightsync.errors import (
     AddressInUseError,
@@ -28,6 +29,8 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.integrations.flat import FlatTensor, flat_shards
+from weightsync.wire import messages as m
+from weightsync.wire.fleet import Fleet
 from weightsync.wire.keys import new_keys
 
 Peers = Callable[[], Peer]
@@ -315,6 +318,42 @@ def test_when_rank_0_is_killed_the_others_get_an_error_and_a_new_set_of_ranks_is
     server.call(sharded.await_content, 2, 5)
     seen = server.call(sharded.stop_serving)
     assert [number for _, number in seen][-1] == 5 and {number for _, number in seen} <= {1, 3, 5}
+
+
+def test_what_a_ticket_waited_for_stays_true_when_rank_0_has_left(address: str) -> None:
+    held = [shards_of(MODEL, "rows", rank, 2) for rank in range(2)]
+    with Ranks(address, held).register() as trainer:
+        tickets = trainer.publish(1)
+        tickets[1].wait("staged", 10.0)
+        trainer.pubs[0].close()
+        assert tickets[1].report.version == 1  # without an error, and in bounded time
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=SyncTimeoutError,
+    reason="the coordinator drops a question for the layout that comes before the last rank, and it is asked once",
+)
+def test_who_asks_for_the_layout_too_early_is_answered_when_the_last_rank_has_come(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, receive = threading.Event(), Fleet.receive
+
+    def watched(self: Fleet, route: bytes, message: m.FromMember, now: float) -> None:
+        receive(self, route, message, now)
+        if isinstance(message, m.AskLayout):
+            asked.set()
+
+    monkeypatch.setattr(Fleet, "receive", watched)
+    trainer = Ranks(address, [shards_of(MODEL, "rows", rank, 2) for rank in range(2)])
+
+    def register() -> None:
+        assert asked.wait(10.0)
+        trainer.register()
+
+    with trainer:
+        layout, _ = together(lambda: ws.fetch_layout(address, timeout_s=4.0), register)
+        assert {spec.name for spec in layout.tensors} == set(MODEL)
 
 
 # ---- options that all ranks share
