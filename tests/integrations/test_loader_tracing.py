@@ -13,7 +13,7 @@ from tests.integrations.reference import fill_from
 from weightsync import Box, Shard
 from weightsync.errors import LayoutError
 from weightsync.integrations.loader_tracing import trace_loader
-from weightsync.wire.layout import TensorSpec, lay_out
+from weightsync.wire.layout import Catalogue, TensorSpec
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 Load = Callable[[dict[str, nn.Parameter], Weights], object]
@@ -214,8 +214,8 @@ def test_names_that_are_tied_in_the_checkpoint_may_go_to_one_place() -> None:
     names = [s.name for s in trace_loader(load, model, checkpoint, tied=[("embed.weight", "head.weight")])]
     assert names == ["embed.weight", "head.weight"]
     spec = TensorSpec("embed.weight", "float32", (5, 3))
-    layout = lay_out([spec], [(0, Box.whole(spec.shape))], {"head.weight": "embed.weight"})
-    assert [s.name for s in trace_loader(load, model, layout)] == names
+    catalogue = Catalogue((spec,), {"head.weight": "embed.weight"})
+    assert [s.name for s in trace_loader(load, model, catalogue)] == names
 
 
 def stored_transposed() -> nn.Module:

@@ -329,11 +329,6 @@ def test_what_a_ticket_waited_for_stays_true_when_rank_0_has_left(address: str) 
         assert tickets[1].report.version == 1  # without an error, and in bounded time
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=SyncTimeoutError,
-    reason="the coordinator drops a question for the layout that comes before the last rank, and it is asked once",
-)
 def test_who_asks_for_the_layout_too_early_is_answered_when_the_last_rank_has_come(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

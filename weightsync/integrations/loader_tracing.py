@@ -16,7 +16,7 @@ from weightsync.integrations.loader_scalars import LoaderScalars
 from weightsync.integrations.strided import Cut, Frame, Place, ScatteredError, cut
 from weightsync.tensors import Entry, Source, find_tensors
 from weightsync.types import Box, Shard
-from weightsync.wire.layout import Layout
+from weightsync.wire.layout import Catalogue
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 _MAX_LISTED = 20
@@ -25,7 +25,7 @@ _MAX_LISTED = 20
 def trace_loader(
     load: Load,
     model: Source,
-    checkpoint: Mapping[str, torch.Tensor] | Layout,
+    checkpoint: Mapping[str, torch.Tensor] | Catalogue,
     *,
     ignore: Iterable[str] = (),
     tied: Iterable[Sequence[str]] = (),
@@ -74,11 +74,11 @@ def trace_loader(
 
 
 def _offer(
-    checkpoint: Mapping[str, torch.Tensor] | Layout, tied: Iterable[Sequence[str]]
+    checkpoint: Mapping[str, torch.Tensor] | Catalogue, tied: Iterable[Sequence[str]]
 ) -> tuple[dict[str, tuple[tuple[int, ...], torch.dtype]], dict[str, str]]:
     """What to hand to the loader, by name, and for each tied name the one that stands for its group."""
     groups = {name: names[0] for names in map(tuple, tied) for name in names}
-    if not isinstance(checkpoint, Layout):
+    if not isinstance(checkpoint, Catalogue):
         return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in checkpoint.items()}, groups
     offered = {spec.name: (spec.shape, _dtype(spec.dtype)) for spec in checkpoint.tensors}
     for alias, name in checkpoint.aliases.items():

@@ -22,6 +22,7 @@ from weightsync.wire.keys import Keys, load_subscriber_keys
 from weightsync.wire.layout import Catalogue
 from weightsync.wire.query import ask
 
+_ASK_AGAIN_S = 2.0  # a question before the publisher is complete is not kept
 PathLike = str | os.PathLike[str]
 
 
@@ -114,7 +115,7 @@ def _ask(
     loaded: Keys | None = load_subscriber_keys(keys) if keys is not None else None
     deadline = time.monotonic() + timeout_s
     while (left := deadline - time.monotonic()) > 0:
-        reply = ask(parsed, question, keys=loaded, timeout_s=left)
+        reply = ask(parsed, question, keys=loaded, timeout_s=min(left, _ASK_AGAIN_S))
         if isinstance(reply, m.Refused):
             raise ConfigError(f"{address}: refused: {reply.reason}")
         if reply is not None:

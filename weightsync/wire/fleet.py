@@ -673,7 +673,7 @@ class Fleet:
             label = hello.name if hello.name not in labels else f"{hello.name}@{hello.pid}"
             label = label if label not in labels else f"{label}.{hello.instance[:6]}"
         member = self.members[route] = Member(hello, label, now, is_counted=is_counted)
-        if self._is_open:
+        if self._is_open and not self.ranks.missing():  # else with the rank that comes back
             self._welcome(route, member)
 
     def _welcome(self, route: bytes, member: Member) -> None:
