@@ -28,6 +28,7 @@ from weightsync.wire.address import Address, parse_address, require_safe
 from weightsync.wire.coordinator import Coordinator, authenticate
 from weightsync.wire.keys import load_publisher_keys
 from weightsync.wire.registry import make_exporter, transport_names
+from weightsync.wire.rollout import parse_policy
 from weightsync.wire.transport import Environment, Exporter
 
 log = logging.getLogger("weightsync")
@@ -42,7 +43,9 @@ class Publisher:
     the others connect to it. `coordinator="external"`: a `weightsync coordinator` holds the address, and every rank
     connects. `slots`: whole versions held here; two let staging and reading overlap. `when_full`: what `publish()` does
     when readers hold every slot: `wait` for one (until `timeout_s`), `skip` this version, or `evict` the oldest readers.
-    `max_lag`: `publish()` first waits until no member serves a version more than this many behind. `wire_dtype`: dtype on
+    `max_lag`: `publish()` first waits until no member serves a version more than this many behind. `policy`: when a replica
+    that is ready goes live: `each` by itself, `together` when all are ready, `canary=N` the first N by name, the others
+    after `promote()`, `manual` all after `promote()`. `wire_dtype`: dtype on
     the wire, for all floats or by name pattern (`{"*": torch.bfloat16}`). `keys`: folder of `weightsync keys`; needed,
     or `insecure=True`, where other hosts can reach the address. `takeover`: replace a publisher that is alive there.
     `data_host`: the address of this host's network interface that readers shall use. `epoch`: a fencing token of your
@@ -61,6 +64,7 @@ class Publisher:
         slots: int = 2,
         when_full: WhenFull = "wait",
         max_lag: int | None = None,
+        policy: str = "each",
         transports: Sequence[str] = ("shm", "zmq"),
         wire_dtype: WireDType = None,
         threads: int | None = None,
@@ -85,6 +89,7 @@ class Publisher:
         unknown = [t for t in transports if t not in transport_names()]
         if unknown or not transports:
             raise ConfigError(f"transports {list(transports)}: installed are {', '.join(transport_names())}")
+        self._policy = str(parse_policy(policy))
         parsed = parse_address(address)
         require_safe(parsed, has_keys=keys is not None, insecure=insecure)
         self._keys = load_publisher_keys(keys) if keys is not None else None
@@ -164,7 +169,7 @@ class Publisher:
             staging = Staging(entries, slots=self._slots, wire_dtype=self._wire_dtype, threads=self._threads)
             enlist = m.Enlist(
                 self._rank, self._ranks, self._instance, self._name, socket.gethostname(), os.getpid(), 0, 0,
-                self._slots, staging.layout, self._takeover,
+                self._slots, staging.layout, self._takeover, self._policy,
             )  # fmt: skip
             try:
                 staging.follow(self._line.enlist(enlist, timeout_s))
@@ -283,6 +288,23 @@ class Publisher:
     def wait_for_members(self, count: int, timeout_s: float = 60.0) -> None:
         """Block until `count` subscribers have joined. Raises SyncTimeoutError that names those who have."""
         self._line.ask(m.AwaitMembers, count, timeout_s, timeout_s=timeout_s)
+
+    def promote(self, version: int | None = None, timeout_s: float = 5.0) -> None:
+        """With the policies `canary=N` and `manual`: let every replica go to `version` (the newest published by default).
+        Raises UsageError if it is not held any more, was rolled back, or is older than one promoted before."""
+        self._line.ask(m.Promote, self._given(version), timeout_s=timeout_s)
+
+    def rollback(self, version: int | None = None, timeout_s: float = 5.0) -> None:
+        """`version` (the newest published by default) is bad: every server that has it live goes back to the one before at
+        its next step boundary, and nobody makes it live any more. Returns when the order is given. Servers that hold no
+        older version wait for the next one. Raises UsageError if the version is unknown."""
+        self._line.ask(m.Rollback, self._given(version), timeout_s=timeout_s)
+
+    def _given(self, version: int | None) -> int:
+        found = self._version if version is None else version
+        if found < 1:
+            raise UsageError("nothing was published yet")
+        return found
 
     def status(self) -> FleetStatus:
         """Members, their versions and how far behind they are."""

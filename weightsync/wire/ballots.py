@@ -84,8 +84,6 @@ class Ballots:
 
     def promote(self, version: int, known: Iterable[int]) -> str | None:
         """What is wrong with promoting it; None: done."""
-        if version not in known:
-            return f"version {version} is not held any more; there are {', '.join(map(str, known)) or 'none'}"
         return self._rollout.promote(self._key(version), [self._key(one) for one in known])
 
     def rollback(self, version: int) -> list[tuple[str, Order]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from weightsync.errors import ConfigError
+from weightsync.standing import of_key
 
 Kind = Literal["each", "together", "canary", "manual"]
 
@@ -68,11 +69,11 @@ class Rollout:
         if self.policy.kind in ("each", "together"):
             return f"policy {self.policy} promotes by itself; promote() is for canary=N and manual"
         if version in self._withdrawn:
-            return f"version {version} was withdrawn or rolled back; publish another"
+            return f"version {_number(version)} was withdrawn or rolled back; publish another"
         if version < self.promoted:
-            return f"version {version} is older than {self.promoted}, which was promoted already"
+            return f"version {_number(version)} is older than {_number(self.promoted)}, which was promoted already"
         if version not in known:
-            return f"version {version} is unknown; there are {sorted(known)}"
+            return f"version {_number(version)} is unknown or no longer held; there are {sorted(map(_number, known)) or 'none'}"
         self.promoted = version
         return None
 
@@ -126,6 +127,11 @@ class Rollout:
                 )
             case _:
                 return not is_canary and version < self.promoted
+
+
+def _number(version: int) -> int:
+    """As the publisher counts, without the epoch."""
+    return of_key(version)[1]
 
 
 def _is_past(view: ReplicaView, version: int) -> bool:
