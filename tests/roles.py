@@ -156,7 +156,7 @@ def flip_next(state: State, name: str, bit: int) -> None:
 
 def spoil_next_seal(state: State, how: str) -> None:
     """The next manifest has digests of a wrong length, or wrong ones."""
-    arrangement = state.pub._coordinator.fleet.arrangement
+    arrangement = state.pub._coordinator.fleet.books.arrangement
     digests_of = arrangement.digests
 
     def spoiled(number: int, of_ranks: list[np.ndarray]) -> bytes:
@@ -204,7 +204,9 @@ def members(state: State) -> list[tuple[str, int | None]]:
 
 def holders(state: State) -> list[str]:
     """Who holds which slots."""
-    found: list[str] = state.pub._coordinator.look(lambda fleet: fleet.holders())
+    found: list[str] = state.pub._coordinator.look(
+        lambda fleet: fleet.books.versions.holders(fleet.books.members.labels())
+    )
     return found
 
 

@@ -165,8 +165,8 @@ class Scene:
         return route
 
     def want(self, route: bytes, wants: Sequence[Held]) -> None:
-        assert self.fleet.arrangement is not None
-        self.tell(route, m.Wants(EPOCH, boxes_of(self.fleet.arrangement.catalogue, wants)))
+        assert self.fleet.books.arrangement is not None
+        self.tell(route, m.Wants(EPOCH, boxes_of(self.fleet.books.arrangement.catalogue, wants)))
 
 
 def boxes_of(catalogue: Catalogue, wants: Sequence[Held]) -> Boxes:

@@ -137,7 +137,7 @@ def test_what_nobody_holds_is_refused_by_name_and_others_are_left_alone():
     assert "w" in refusal.reason and "[4:6, 0:6]" in refusal.reason
     assert kinds(scene.take(good)) == [m.Welcome, m.Plan]
     slot = scene.publish(1)
-    assert list(scene.fleet.slots[slot].leases) == ["good"]
+    assert list(scene.fleet.books.versions.slots[slot].leases) == ["good"]
     state = {row.name: (row.state, row.error) for row in scene.fleet.status(0.0).members}
     assert state["greedy"] == ("refused", refusal.reason)
 
@@ -220,7 +220,7 @@ def test_a_want_outside_its_tensor_is_a_message_that_can_not_be():
         boxes.columns(Catalogue((W,), {}))
     scene.tell(route, m.Wants(EPOCH, boxes))
     assert kinds(scene.take(route)) == [m.Refused]
-    assert scene.fleet.refused == 1
+    assert scene.fleet.books.refused == 1
 
 
 def test_a_slot_is_not_filled_with_the_orders_of_ever_more_fleets():

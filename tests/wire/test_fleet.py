@@ -22,7 +22,7 @@ def verified(scene: Scene, route: bytes, version: int, *, holds_lease: bool = Fa
 
 
 def leases(scene: Scene, slot: int) -> dict[str, str]:
-    return scene.fleet.slots[slot].leases
+    return scene.fleet.books.versions.slots[slot].leases
 
 
 def test_a_member_is_welcomed_with_the_catalogue_and_the_offers(scene):
@@ -88,7 +88,7 @@ def test_a_leased_slot_is_never_free(scene):
 def test_the_newest_sealed_version_is_kept_for_late_joiners(scene):
     scene.publish(1)
     second = scene.publish(2)
-    assert scene.fleet.free_slot() != second
+    assert scene.fleet.books.versions.free_slot() != second
 
 
 def test_a_wait_for_a_slot_ends_with_the_names_of_those_who_hold_them(scene):
@@ -108,7 +108,7 @@ def test_a_publisher_that_skips_is_told_so_and_goes_on_later(scene):
     scene.publish(1)
     scene.publish(2)
     assert scene.begin(3, when_full="skip") == m.Answer(EPOCH, 3)
-    assert scene.fleet.newest == 2
+    assert scene.fleet.books.versions.newest == 2
     verified(scene, route, 1)
     scene.publish(3, when_full="skip")
 
@@ -119,7 +119,7 @@ def test_a_pinned_slot_is_not_evicted_but_a_reading_one_is(scene):
     first = scene.publish(1)
     verified(scene, adopter, 1, holds_lease=True)
     scene.publish(2)
-    assert scene.fleet.evict() is None
+    assert scene.fleet.books.versions.evictable() is None
     scene.tell(adopter, m.Release(EPOCH, 1))
     answer = scene.begin(3, when_full="evict")
     assert answer is not None and answer.slot == first
@@ -143,9 +143,10 @@ def test_a_silent_member_loses_its_reading_lease_but_not_a_pinned_one(scene):
     slot = scene.publish(1)
     verified(scene, adopter, 1, holds_lease=True)
     scene.fleet.tick(MEMBER_TIMEOUT_S + 1)
-    assert scene.fleet.members == {}
+    assert scene.fleet.books.members == {}
     assert leases(scene, slot) == {"adopter": "pinned"}
-    scene.fleet.gone("adopter")
+    scene.enlist(0)
+    scene.tell(scene.route(0), m.MemberGone(EPOCH, "adopter"))
     assert leases(scene, slot) == {}
 
 
@@ -154,7 +155,7 @@ def test_a_reconnecting_member_keeps_its_pinned_slot(scene):
     slot = scene.publish(1)
     verified(scene, adopter, 1, holds_lease=True)
     scene.tell(b"new-route", hello("adopter", last_epoch=EPOCH, holds=[1]))
-    assert list(scene.fleet.members) == [b"new-route"]
+    assert list(scene.fleet.books.members) == [b"new-route"]
     assert leases(scene, slot) == {"adopter": "pinned"}
 
 
@@ -174,7 +175,7 @@ def test_a_slot_that_may_go_live_at_a_member_is_not_evicted_nor_lost_in_silence(
     scene.join("adopter", said=hello("adopter", last_epoch=EPOCH, holds=[]))
     slot = scene.publish(1)
     scene.publish(2)
-    assert scene.fleet.evict() is None
+    assert scene.fleet.books.versions.evictable() is None
     scene.fleet.tick(MEMBER_TIMEOUT_S + 1)
     assert leases(scene, slot) == {"adopter": "pinned"}
 
@@ -183,7 +184,7 @@ def test_a_second_hello_on_one_connection_replaces_the_first(scene):
     route = scene.join("a")
     slot = scene.publish(1)
     scene.tell(route, hello("b"))
-    assert [member.label for member in scene.fleet.members.values()] == ["b"]
+    assert [member.label for member in scene.fleet.books.members.values()] == ["b"]
     assert leases(scene, slot) == {}
 
 
@@ -195,7 +196,7 @@ def test_a_message_of_an_older_epoch_changes_nothing(scene):
     route = scene.join("a")
     scene.take(route)
     scene.tell(route, m.Live(EPOCH - 1, 3, 0.0))
-    assert scene.fleet.members[route].live_version is None
+    assert scene.fleet.books.members[route].live_version is None
     assert scene.take(route) == [m.Unknown(EPOCH)]
 
 
@@ -218,7 +219,7 @@ def test_a_fenced_publisher_begins_nothing_any_more(scene):
 def test_two_members_of_one_name_get_different_labels(scene):
     for instance in ("one", "two", "three"):
         scene.tell(instance.encode(), hello("same", instance))
-    assert len({member.label for member in scene.fleet.members.values()}) == 3
+    assert len({member.label for member in scene.fleet.books.members.values()}) == 3
 
 
 def test_a_record_knows_who_is_missing_and_who_was_lost(scene):
@@ -226,7 +227,7 @@ def test_a_record_knows_who_is_missing_and_who_was_lost(scene):
     scene.publish(1)
     scene.now = 2.0
     scene.tell(a, m.Live(EPOCH, 1, 0.001))
-    record = scene.fleet.record(1)
+    record = scene.fleet.books.versions.record(1)
     assert record is not None
     assert record.missing("live") == ["b"]
     scene.tell(b, m.Bye(EPOCH))
@@ -239,7 +240,7 @@ def test_a_member_that_skipped_a_version_counts_as_live_with_a_newer_one(scene):
     scene.publish(1)
     scene.publish(2)
     scene.tell(route, m.Live(EPOCH, 2, 0.0))
-    record = scene.fleet.record(1)
+    record = scene.fleet.books.versions.record(1)
     assert record is not None and record.missing("live") == []
 
 
@@ -250,7 +251,7 @@ def test_an_aborted_version_frees_its_slot_and_tells_its_readers(scene):
     assert answer is not None
     scene.tell(scene.route(0), m.Aborted(EPOCH, 1, "staging failed"))
     assert kinds(scene.take(route)) == [m.Announce, m.Abort]
-    slot = scene.fleet.slots[answer.slot]
+    slot = scene.fleet.books.versions.slots[answer.slot]
     assert slot.version == 0 and not slot.leases
     assert scene.begin(1) is not None, "no version was made, so its number is free"
 
@@ -258,9 +259,9 @@ def test_an_aborted_version_frees_its_slot_and_tells_its_readers(scene):
 def test_a_seal_with_too_few_digests_is_no_seal(scene):
     scene.begin(1)
     scene.tell(scene.route(0), m.Sealed(EPOCH, 1, b""))
-    record = scene.fleet.record(1)
+    record = scene.fleet.books.versions.record(1)
     assert record is not None and record.aborted == "rank 0 (trainer:0) sealed 0 cells of 1"
-    assert scene.fleet.newest == 0
+    assert scene.fleet.books.versions.newest == 0
 
 
 def test_versions_only_grow(scene):
@@ -284,7 +285,7 @@ def test_a_publisher_waits_for_servers_that_lag_too_far_behind(scene):
 def test_records_are_bounded(scene):
     for version in range(1, 500):
         scene.publish(version)
-    assert len(scene.fleet.records) < 100
+    assert len(scene.fleet.books.versions.records) < 100
 
 
 def test_a_version_that_every_adopter_refused_makes_room_for_the_next(scene):
@@ -293,14 +294,17 @@ def test_a_version_that_every_adopter_refused_makes_room_for_the_next(scene):
     verified(scene, adopter, 1, holds_lease=True)
     scene.tell(adopter, m.Pull(EPOCH, 1))
     refused = scene.publish(2)
-    assert scene.fleet.free_slot() is None
+    assert scene.fleet.books.versions.free_slot() is None
     scene.tell(adopter, m.Failed(EPOCH, 2, "its bytes are wrong"))
-    assert scene.fleet.take_slot() == refused
+    answer = scene.begin(3)
+    assert answer is not None and answer.slot == refused
     late = scene.join("late", pulls=False)
     scene.want(late, whole(W))
     scene.take(late)
     scene.tell(late, m.Pull(EPOCH, 1))
-    assert scene.take(late) == [], "a slot that was taken is offered to nobody"
+    (announce,) = scene.take(late)
+    assert isinstance(announce, m.Announce)
+    assert announce.version == 3, "what was in a slot that was taken is offered to nobody"
 
 
 def test_a_late_joiner_is_remembered_and_waited_for_by_nobody(scene):
@@ -310,7 +314,7 @@ def test_a_late_joiner_is_remembered_and_waited_for_by_nobody(scene):
     scene.tell(early, m.Live(EPOCH, 1, 0.0))
     scene.now = 50.0
     late = scene.join("late")
-    record = scene.fleet.record(1)
+    record = scene.fleet.books.versions.record(1)
     assert record is not None and record.missing("live") == []
     scene.now = 60.0
     scene.tell(late, m.Live(EPOCH, 1, 0.0))

@@ -55,9 +55,9 @@ def test_a_version_is_sealed_when_every_rank_has_sealed_its_part(scene):
     assert first is not None and second is not None
     assert (first.slot, first.generation) == (second.slot, second.generation)
     scene.seal(1, 1)
-    assert of_kind(scene.take(route), m.Seal) == [] and scene.fleet.newest == 0
+    assert of_kind(scene.take(route), m.Seal) == [] and scene.fleet.books.versions.newest == 0
     scene.seal(1, 0)
-    assert scene.fleet.newest == 1
+    assert scene.fleet.books.versions.newest == 1
     assert scene.take_one(route, m.Seal) == m.Seal(EPOCH, 1, np.array([10**6, 10**6 + 1000], "<u8").tobytes())
 
 
@@ -67,17 +67,19 @@ def test_a_version_that_a_rank_leaves_while_it_is_staged_is_lost_and_no_other(sc
     scene.begin(2, 0)
     scene.take(route)
     scene.tell(scene.route(1), m.Bye(EPOCH))
-    record = scene.fleet.record(2)
+    record = scene.fleet.books.versions.record(2)
     assert record is not None and record.aborted == "rank 1 (trainer:1) left"
-    assert scene.fleet.newest == 1 and scene.fleet.slots[slot].leases == {"a": "reading"}
+    assert scene.fleet.books.versions.newest == 1 and scene.fleet.books.versions.slots[slot].leases == {
+        "a": "reading"
+    }
     assert of_kind(scene.take(route), m.Abort) == []
 
 
 def test_a_rank_that_left_while_nothing_was_staged_costs_no_version(scene):
     scene.publish(1)
     scene.tell(scene.route(1), m.Bye(EPOCH))
-    record = scene.fleet.record(1)
-    assert record is not None and record.aborted is None and scene.fleet.newest == 1
+    record = scene.fleet.books.versions.record(1)
+    assert record is not None and record.aborted is None and scene.fleet.books.versions.newest == 1
 
 
 def test_a_silent_rank_is_missed_by_its_number(scene):
@@ -131,7 +133,7 @@ def test_a_slot_is_taken_from_its_readers_once_for_all_ranks(scene):
     scene.take(route)
     assert scene.publish(3, when_full="evict") == first
     assert len(of_kind(scene.take(route), m.Abort)) == 1
-    assert scene.fleet.slots[second].version == 2
+    assert scene.fleet.books.versions.slots[second].version == 2
 
 
 def test_another_process_in_a_seat_that_is_taken_is_refused(scene):
@@ -149,7 +151,7 @@ def test_another_process_may_take_a_seat_over(scene):
     assert [type(message) for message in said] == [m.Enlisted, m.Stage]
     refused = of_kind(scene.take(scene.route(1)), m.Refused)
     assert refused == [m.Refused(EPOCH, "rank 1 (trainer:1) was replaced by another process")]
-    record = scene.fleet.record(1)
+    record = scene.fleet.books.versions.record(1)
     assert record is not None and record.aborted == "rank 1 of the publisher started again"
     assert scene.fleet.ranks.missing() == ["rank 1 of 2"], "its slots are not there yet"
 
@@ -167,7 +169,7 @@ def test_what_the_slots_of_a_process_held_is_gone_with_it(scene):
     scene.tell(scene.route(1), m.Bye(EPOCH))
     scene.enlist(1, instance="another")
     assert len(of_kind(scene.take(route), m.Abort)) == 1
-    assert [slot.version for slot in scene.fleet.slots] == [0, 0]
+    assert [slot.version for slot in scene.fleet.books.versions.slots] == [0, 0]
     scene.offer(1)
     assert of_kind(scene.take(route), m.Welcome), "there are new data paths"
     assert scene.publish(2) >= 0
@@ -179,13 +181,15 @@ def test_a_rank_that_comes_back_goes_on_where_it_was(scene):
     assert scene.begin(2, 0) is None
     assert [type(message) for message in scene.enlist(1)] == [m.Enlisted, m.Stage]
     scene.offer(1)
-    assert scene.fleet.newest == 1 and [slot.version for slot in scene.fleet.slots] == [1, 2]
+    assert scene.fleet.books.versions.newest == 1 and [
+        slot.version for slot in scene.fleet.books.versions.slots
+    ] == [1, 2]
     answer = scene.answer(0)
     assert answer is not None and answer.slot >= 0
     scene.begin(2, 1)
     for rank in (0, 1):
         scene.seal(2, rank)
-    assert scene.fleet.newest == 2
+    assert scene.fleet.books.versions.newest == 2
 
 
 def test_a_rank_that_changes_its_connection_keeps_its_slots_and_members_do_not_notice(scene):

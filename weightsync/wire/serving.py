@@ -1,0 +1,304 @@
+"""The coordinator's side towards members: who they are, what they want, what they may read, where they vote."""
+
+from __future__ import annotations
+
+from weightsync.config import MAX_MEMBERS
+from weightsync.errors import ConfigError, ProtocolError
+from weightsync.wire import messages as m
+from weightsync.wire.ballots import ballot_to_wire
+from weightsync.wire.books import Books
+from weightsync.wire.members import Member
+from weightsync.wire.replicas import Admit, Cancel, Commit, Grant, Order
+from weightsync.wire.versions import SlotState
+
+
+class Serving:
+    """Acts on the books; what it has to say is sent through them."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+
+    # ---- coming and going
+
+    def hello(self, route: bytes, hello: m.Hello, now: float) -> None:
+        """A member presents itself, for the first time or again."""
+        books = self._books
+        if hello.last_epoch > books.epoch:
+            books.fence(f"{hello.name} follows epoch {hello.last_epoch}, newer than {books.epoch}")
+            self._refuse(route, "this publisher is older than the one you followed")
+            return
+        label, is_counted = "", False
+        for other, member in list(books.members.items()):
+            if member.instance == hello.instance:  # a reconnect: not lost, but no longer reading
+                label, is_counted = member.label, member.is_counted
+                del books.members[other]  # its seat is taken again with the welcome
+                books.versions.end_leases(hello.instance, keep_pinned=True)
+            elif other == route:
+                self.remove(other, "another member took over its connection", keep_pinned=False)
+        if not 0 <= hello.rank < hello.ranks or (hello.ranks > 1 and hello.replica is None):
+            self._refuse(route, f"rank {hello.rank} of {hello.ranks} of replica {hello.replica}")
+            return
+        held = hello.holds if hello.holds and hello.last_epoch == books.epoch else []
+        books.versions.keep_only(hello.instance, held)
+        if len(books.members) >= MAX_MEMBERS:
+            self._refuse(route, f"{MAX_MEMBERS} members are connected already")
+            return
+        label = label or books.members.new_label(hello)
+        member = books.members[route] = Member(hello, label, now, is_counted=is_counted)
+        if books.is_open and not books.ranks.missing():  # else with the rank that comes back
+            self._welcome(route, member)
+
+    def welcome_all(self) -> None:
+        """The publisher's ranks are all there, perhaps others than before."""
+        for route, member in self._books.members.items():
+            self._welcome(route, member)
+
+    def _welcome(self, route: bytes, member: Member) -> None:
+        books = self._books
+        if books.arrangement is None:
+            return
+        member.welcomed, member.state = True, "welcomed"
+        member.target, member.plan, member.newer_than = None, None, None
+        books.versions.end_leases(member.instance, keep_pinned=True)
+        offers = [rank.offers or {} for rank in books.ranks.present()]
+        session = self._take_seat(route, member)
+        if session is None:
+            return
+        books.send(
+            route, m.Welcome(books.epoch, books.publisher, books.arrangement.catalogue, offers, session)
+        )
+
+    def remove(self, route: bytes, why: str, *, keep_pinned: bool) -> None:
+        """A member is gone. `keep_pinned`: its process may only be stopped, and still serve from our slots."""
+        books = self._books
+        member = books.members.pop(route)
+        books.versions.end_leases(member.instance, keep_pinned=keep_pinned)
+        if member.seat is not None:
+            name = member.seat[0]
+            is_empty = not any(other.seat and other.seat[0] == name for other in books.members.values())
+            self._obey_in(name, books.ballots.leave(member.seat, is_empty))
+        books.versions.lost(member.label, why)
+
+    def gone(self, instance: str) -> None:
+        """The process behind `instance` has ended: every lease it held is over."""
+        for route, member in list(self._books.members.items()):
+            if member.instance == instance:
+                self.remove(route, "its process ended", keep_pinned=False)
+        self._books.versions.end_leases(instance, keep_pinned=False)
+
+    # ---- what members say
+
+    def receive(self, route: bytes, member: Member, message: m.FromMember, now: float) -> None:
+        """One message of a member that said Hello."""
+        books = self._books
+        match message:
+            case m.Heartbeat():
+                member.state, member.transport = message.state, message.transport
+                member.live_version = message.live_version
+                books.send(route, m.Pong(books.epoch, books.versions.newest))
+            case m.Stand():
+                if member.seat is not None:
+                    self._obey_in(member.seat[0], books.ballots.reported(member.seat, message))
+            case m.Wants():
+                self._wants(route, member, message)
+            case m.Pull():
+                member.newer_than = message.newer_than
+            case m.Verified():
+                self._verified(member, message, now)
+            case m.Live():
+                member.live_version = message.version
+                books.versions.live(member.label, member.transport, message, now)
+            case m.Release():
+                books.versions.release(member.instance, message.version)
+            case m.Failed():
+                books.versions.release(member.instance, message.version)
+                books.versions.failed(member.label, message)
+                member.error = message.error
+            case m.Bye():
+                self.remove(route, "left", keep_pinned=False)
+
+    def _verified(self, member: Member, message: m.Verified, now: float) -> None:
+        if message.holds_lease:
+            self._books.versions.keep_lease(member.instance, message.version)
+        else:
+            self._books.versions.release(member.instance, message.version)
+        member.error = None
+        self._books.versions.verified(member.label, message, now)
+
+    def _wants(self, route: bytes, member: Member, message: m.Wants) -> None:
+        books = self._books
+        if books.arrangement is None or not member.welcomed:
+            return
+        try:
+            member.target = books.arrangement.want(message.boxes, member.hello.host)
+        except ProtocolError as error:
+            books.refuse(route, str(error))
+            return
+        member.plan = None
+        books.must_arrange = True
+
+    def arrange(self) -> bool:
+        """Make cells for what new members want, and tell them; whether what the ranks stage has changed."""
+        books = self._books
+        arrangement = books.arrangement
+        books.must_arrange = False
+        if arrangement is None:
+            return False
+        is_mapped = any(member.plan and member.hello.holds is not None for member in books.members.values())
+        has_changed = arrangement.arrange(keep=is_mapped or bool(books.versions.held()))
+        for route, member in books.members.items():
+            if member.target is None:
+                continue
+            refusal = arrangement.refusal(member.target)
+            if refusal is not None:
+                member.target, member.state, member.error = None, "refused", refusal
+                member.is_counted = False
+                books.send(route, m.NoPlan(books.epoch, refusal))
+            elif (plan := arrangement.plan(books.epoch, member.target)) != member.plan:
+                member.plan, member.is_counted = plan, True
+                books.send(route, plan)
+        return has_changed
+
+    def forget_plans(self) -> None:
+        """The layout is another one: everybody is planned anew."""
+        for member in self._books.members.values():
+            member.target, member.plan, member.is_counted = None, None, False
+
+    # ---- what they may read
+
+    def grant_all(self) -> None:
+        """Give every member with a standing pull the newest version that is newer."""
+        books = self._books
+        if not any(member.newer_than is not None for member in books.members.values()):
+            return
+        newest = books.newest_good()
+        if newest is None or books.ranks.missing():
+            return
+        for route, member in books.members.items():
+            if (
+                member.newer_than is not None
+                and member.seat is None
+                and newest.version > member.newer_than
+                and self._covers(newest, member)
+            ):
+                self._grant(route, member, newest)
+
+    def _covers(self, slot: SlotState, member: Member) -> bool:
+        arrangement = self._books.arrangement
+        if (
+            arrangement is None
+            or member.plan is None
+            or member.target is None
+            or slot.edition != arrangement.edition
+        ):
+            return False
+        needs = arrangement.needs(member.target)
+        return all(need <= there for need, there in zip(needs, slot.cells, strict=True))
+
+    def _grant(self, route: bytes, member: Member, slot: SlotState, ballot: int = 0) -> None:
+        books = self._books
+        member.newer_than = None
+        # what may go live there is not taken away any more
+        slot.leases.setdefault(member.instance, "reading" if member.hello.holds is None else "pinned")
+        number = books.versions.number_of(slot)
+        books.send(route, m.Announce(books.epoch, slot.version, number, slot.generation, ballot))
+        if slot.is_sealed:
+            self._send_seal(route, member, slot)
+
+    def seal(self, slot: SlotState) -> None:
+        """The version is complete: those who read it get its digests."""
+        for route, member in self._books.members.items():
+            if member.instance in slot.leases:
+                self._send_seal(route, member, slot)
+
+    def _send_seal(self, route: bytes, member: Member, slot: SlotState) -> None:
+        books = self._books
+        if books.arrangement is not None and member.target is not None:
+            found = [digests for digests in slot.digests if digests is not None]
+            digests = books.arrangement.digests(member.target, found)
+            books.send(route, m.Seal(books.epoch, slot.version, digests))
+
+    def break_leases(self, slot: SlotState, reason: str) -> None:
+        """Nobody may read the slot any more."""
+        for route, member in self._books.members.items():
+            if slot.leases.pop(member.instance, None) is not None:
+                self._books.send(route, m.Abort(self._books.epoch, slot.version, reason))
+        slot.leases.clear()
+
+    # ---- replicas
+
+    def offer_newest(self) -> None:
+        """Replicas may read the newest good version, if there is one."""
+        newest = self._books.newest_good()
+        if newest is not None:
+            self.obey(self._books.ballots.offer(newest.version))
+
+    def roll_back(self, version: int) -> None:
+        """The version is bad, everywhere and for good."""
+        self.obey(self._books.ballots.rollback(version))
+        self.offer_newest()
+        for route, member in self._books.members.items():
+            if member.seat is None:
+                self._books.send(route, m.Undo(self._books.epoch, version))
+
+    def obey(self, orders: list[tuple[str, Order]]) -> None:
+        """Send what the replicas' states ask for."""
+        for name, order in orders:
+            self._obey_in(name, [order])
+
+    def _take_seat(self, route: bytes, member: Member) -> int | None:
+        """The member's session; 0: it need not vote. None: it was refused."""
+        books = self._books
+        seat = member.seat = books.ballots.seat_of(member.hello, member.label)
+        if seat is None:
+            return 0
+        for other, rival in list(books.members.items()):
+            if rival is not member and rival.seat == seat:
+                self.remove(other, f"{member.label} took its place in replica {seat[0]}", keep_pinned=True)
+        try:
+            orders = books.ballots.join(seat, member.hello)
+        except ConfigError as error:
+            member.seat, member.state, member.error = None, "refused", str(error)
+            self._refuse(route, str(error))
+            return None
+        admitted = [order for order in orders if isinstance(order, Admit) and order.rank == seat[1]]
+        self._obey_in(seat[0], [order for order in orders if order not in admitted])
+        return admitted[-1].session
+
+    def _obey_in(self, name: str, orders: list[Order]) -> None:
+        books = self._books
+        routes = {
+            member.seat: (route, member) for route, member in books.members.items() if member.seat is not None
+        }
+        for order in orders:
+            found = routes.get((name, order.rank))
+            if found is None:
+                continue
+            route, member = found
+            match order:
+                case Admit():
+                    books.send(route, m.Admit(books.epoch, order.session))
+                case Grant() if order.is_held:
+                    books.send(route, m.Grant(books.epoch, order.session, ballot_to_wire(order.ballot)))
+                case Grant():
+                    self._grant_ballot(route, member, order)
+                case Commit():
+                    books.send(route, m.Commit(books.epoch, order.session, ballot_to_wire(order.ballot)))
+                case Cancel():
+                    books.send(route, m.Cancel(books.epoch, order.session, ballot_to_wire(order.ballot)))
+
+    def _grant_ballot(self, route: bytes, member: Member, order: Grant) -> None:
+        """Let a rank read what it may vote for; if that is not possible yet, its next standing asks again."""
+        books = self._books
+        number, epoch, version = ballot_to_wire(order.ballot)
+        slot = books.versions.slot_of(version)
+        if (
+            epoch == books.epoch
+            and slot is not None
+            and self._covers(slot, member)
+            and not books.ranks.missing()
+        ):
+            self._grant(route, member, slot, number)
+
+    def _refuse(self, route: bytes, reason: str) -> None:
+        self._books.send(route, m.Refused(self._books.epoch, reason))
