@@ -84,7 +84,7 @@ DTYPES: dict[str, DType] = {
 
 class MemberReport(msgspec.Struct):
     """What one member did with one version, in seconds; None: not yet. `ready_s` and `live_s` count from the `publish()`
-    call, `read_s` and `swap_pause_s` are durations."""
+    call, `read_s` and `swap_pause_s` are durations. `relayed_bytes`: how much of it came from other members."""
 
     transport: str = ""
     read_s: float | None = None
@@ -92,6 +92,7 @@ class MemberReport(msgspec.Struct):
     live_s: float | None = None
     swap_pause_s: float | None = None
     error: str | None = None
+    relayed_bytes: int = 0
 
 
 @dataclass(slots=True)

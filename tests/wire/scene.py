@@ -49,18 +49,18 @@ class Scene:
     """A fleet, and what it has sent to whom. `now` is the clock of all that is said; `stages` the newest order to each
     rank."""
 
-    def __init__(self, *held: Sequence[Held], slots: int = 2) -> None:
+    def __init__(self, *held: Sequence[Held], slots: int = 2, relay: str = "never") -> None:
         self.fleet = Fleet(address="tcp://x", publisher="p", epoch=EPOCH)
         self.now = 0.0
-        self.held, self.slots = [list(one) for one in held], slots
+        self.held, self.slots, self.relay = [list(one) for one in held], slots, relay
         self._inbox: dict[bytes, list[m.ToMember]] = defaultdict(list)
         self.stages: dict[bytes, m.Stage] = {}
         self._asked = 0
 
     @classmethod
-    def opened(cls, *held: Sequence[Held], slots: int = 2) -> Scene:
+    def opened(cls, *held: Sequence[Held], slots: int = 2, relay: str = "never") -> Scene:
         """All ranks are there, and their slots."""
-        scene = cls(*held, slots=slots)
+        scene = cls(*held, slots=slots, relay=relay)
         for rank in range(len(held)):
             scene.enlist(rank)
         for rank in range(len(held)):
@@ -103,7 +103,7 @@ class Scene:
         fields: dict[str, Any] = {
             "rank": rank, "ranks": len(self.held), "instance": f"life of rank {rank}", "name": "p", "host": "trainer",
             "pid": rank, "last_epoch": 0, "version": 0, "slots": self.slots, "layout": layout_of(self.held[rank]),
-            "takeover": False,
+            "takeover": False, "relay": self.relay,
         }  # fmt: skip
         route = route or self.route(rank)
         self.take(route)

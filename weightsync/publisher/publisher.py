@@ -24,10 +24,11 @@ from weightsync.publisher.ticket import Stage, Ticket
 from weightsync.tensors import Source, find_tensors
 from weightsync.types import FleetStatus
 from weightsync.wire import messages as m
-from weightsync.wire.address import Address, parse_address, require_safe
+from weightsync.wire.address import host_towards, parse_address, require_safe
 from weightsync.wire.coordinator import Coordinator, authenticate
 from weightsync.wire.keys import load_publisher_keys
 from weightsync.wire.registry import make_exporter, transport_names
+from weightsync.wire.relay import check_mode
 from weightsync.wire.rollout import parse_policy
 from weightsync.wire.transport import Environment, Exporter
 
@@ -45,8 +46,9 @@ class Publisher:
     when readers hold every slot: `wait` for one (until `timeout_s`), `skip` this version, or `evict` the oldest readers.
     `max_lag`: `publish()` first waits until no member serves a version more than this many behind. `policy`: when a replica
     that is ready goes live: `each` by itself, `together` when all are ready, `canary=N` the first N by name, the others
-    after `promote()`, `manual` all after `promote()`. `wire_dtype`: dtype on
-    the wire, for all floats or by name pattern (`{"*": torch.bfloat16}`). `keys`: folder of `weightsync keys`; needed,
+    after `promote()`, `manual` all after `promote()`. `relay`: members that want the same tensors read most of them from
+    each other, so that each byte leaves the trainer once: `auto` those on other hosts, `always`, or `never`. `wire_dtype`:
+    dtype on the wire, for all floats or by name pattern (`{"*": torch.bfloat16}`). `keys`: folder of `weightsync keys`; needed,
     or `insecure=True`, where other hosts can reach the address. `takeover`: replace a publisher that is alive there.
     `data_host`: the address of this host's network interface that readers shall use. `epoch`: a fencing token of your
     own, larger for each life; by default from the clock.
@@ -65,6 +67,7 @@ class Publisher:
         when_full: WhenFull = "wait",
         max_lag: int | None = None,
         policy: str = "each",
+        relay: Literal["auto", "always", "never"] = "auto",
         transports: Sequence[str] = ("shm", "zmq"),
         wire_dtype: WireDType = None,
         threads: int | None = None,
@@ -89,7 +92,7 @@ class Publisher:
         unknown = [t for t in transports if t not in transport_names()]
         if unknown or not transports:
             raise ConfigError(f"transports {list(transports)}: installed are {', '.join(transport_names())}")
-        self._policy = str(parse_policy(policy))
+        self._policy, self._relay = str(parse_policy(policy)), check_mode(relay)
         parsed = parse_address(address)
         require_safe(parsed, has_keys=keys is not None, insecure=insecure)
         self._keys = load_publisher_keys(keys) if keys is not None else None
@@ -124,7 +127,7 @@ class Publisher:
             if parsed.scheme == "tcp" and not parsed.port:
                 raise ConfigError(f"{address}: only the rank that binds can leave the port open")
             self._line = RemoteLine(parsed, self._keys, follow=coordinator == "external")
-            self._data_host = data_host or _host_towards(parsed)
+            self._data_host = data_host or host_towards(parsed)
             self._bind_host = self._data_host
 
     @classmethod
@@ -170,6 +173,7 @@ class Publisher:
             enlist = m.Enlist(
                 self._rank, self._ranks, self._instance, self._name, socket.gethostname(), os.getpid(), 0, 0,
                 self._slots, staging.layout, self._takeover, self._policy,
+                self._relay,
             )  # fmt: skip
             try:
                 staging.follow(self._line.enlist(enlist, timeout_s))
@@ -356,16 +360,3 @@ class Publisher:
         with contextlib.suppress(Exception):
             if hasattr(self, "_line"):
                 self.close()
-
-
-def _host_towards(address: Address) -> str:
-    """The address of the interface that leads to the coordinator."""
-    if address.scheme != "tcp":
-        return "127.0.0.1"
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((address.host, address.port or 1))  # sends nothing
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise ConfigError(f"{address.text}: no interface leads there: {error}") from error

@@ -6,11 +6,11 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
 from weightsync.errors import (
-    DigestError,
     EvictedError,
     LayoutError,
     SyncTimeoutError,
@@ -18,16 +18,27 @@ from weightsync.errors import (
     VersionError,
     WeightSyncError,
 )
-from weightsync.subscriber.session import Session, mismatches
+from weightsync.subscriber.session import Session, mismatches, wrong_digests
+from weightsync.subscriber.shares import Place, Shares
 from weightsync.subscriber.votes import Votes
 from weightsync.versioning.slots import SlotState, SlotTable
 from weightsync.versioning.swap.mode import SwapMode, Uint64s
 from weightsync.wire import messages as m
 from weightsync.wire.layout import Boxes
+from weightsync.wire.plan import Plan
 
 _ATTEMPTS = 2
 _RETRY_S = 0.2
 _IDLE_S = 1.0  # a version that waits this long for a step makes way for a newer one
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """A version is here and right: the digests of its moves, and how it came."""
+
+    digests: Uint64s
+    transport: str
+    relayed_bytes: int = 0
 
 
 class Receiver:
@@ -35,7 +46,9 @@ class Receiver:
 
     `open_session` makes a session from a welcome and a way to ask for a plan; `send` queues a message to the publisher;
     `on_verified(version)`, `on_failed(version, error)`, `on_orders()` (the replica decided something) and
-    `on_undo(epoch, version)` tell the subscriber; `rejoin` asks for a fresh welcome. `votes`: this rank's part in a replica.
+    `on_undo(epoch, version)` tell the subscriber; `rejoin` asks for a fresh welcome. `open_slot(number)` lets
+    others read what a slot will hold, under the generation that it returns (0: they can't). `votes`: this rank's part in a
+    replica.
     """
 
     def __init__(
@@ -53,6 +66,7 @@ class Receiver:
         on_orders: Callable[[], None],
         on_undo: Callable[[int, int], None],
         rejoin: Callable[[], None],
+        open_slot: Callable[[int], int],
         votes: Votes,
         changed: threading.Condition,
     ) -> None:
@@ -62,7 +76,7 @@ class Receiver:
         self.fatal: BaseException | None = None
         self._mode = mode
         self._verify_full, self._timeout_s = verify_full, timeout_s
-        self._open_session, self._send, self._rejoin = open_session, send, rejoin
+        self._open_session, self._send, self._rejoin, self._open_slot = open_session, send, rejoin, open_slot
         self._on_session, self._on_verified, self._on_failed = on_session, on_verified, on_failed
         self._on_orders, self._on_undo, self.votes = on_orders, on_undo, votes
         self._welcome: m.Welcome | None = None
@@ -72,6 +86,9 @@ class Receiver:
         self._no_plan: str | None = None
         self._seal: m.Seal | None = None
         self._abort: str | None = None
+        self._peers: dict[int, m.Peer] = {}
+        self._fetches: list[m.Fetch] = []
+        self._shares: Shares | None = None
         self._newest_tried = 0
         self._epoch = 0
         self._is_pulling = False
@@ -89,7 +106,7 @@ class Receiver:
             match message:
                 case m.Welcome():
                     self._welcome, self._announce, self._seal = message, None, None
-                    self._plan, self._no_plan = None, None
+                    self._plan, self._no_plan, self._peers = None, None, {}
                     self._cancel.value = 1  # whatever is being read belongs to an older welcome
                 case m.Plan():
                     self._plan = message
@@ -97,8 +114,12 @@ class Receiver:
                     self._no_plan = message.reason
                 case m.Announce():
                     self._announce, self._seal, self._abort = message, None, None
-                    self._announced_plan = self._plan
+                    self._announced_plan, self._fetches = self._plan, []
                     self._is_pulling = False
+                case m.Peer():
+                    self._peers[message.number] = message
+                case m.Fetch() if self._announce and message.version == self._announce.version:
+                    self._order(message)
                 case m.Seal() if self._announce and message.version == self._announce.version:
                     self._seal = message
                 case m.Admit() | m.Grant() | m.Commit() | m.Cancel():
@@ -113,6 +134,13 @@ class Receiver:
             self._on_orders()
         elif isinstance(message, m.Undo):
             self._on_undo(message.epoch, message.version)
+
+    def _order(self, fetch: m.Fetch) -> None:
+        """Called locked: a share to read, at once or when its version's turn comes."""
+        if self._shares is None:
+            self._fetches.append(fetch)
+        else:
+            self._shares.order(fetch, self._peers.get(fetch.source))
 
     def stand(self) -> None:
         """Called locked: tell the coordinator where this rank stands, if it votes."""
@@ -261,9 +289,10 @@ class Receiver:
             if session is None:
                 return
             number = self._take_slot(announce)
+            generation = self._open_slot(number)
         started = time.monotonic()
         try:
-            expected = self._fill(session, announce, number)
+            filled = self._fill(session, announce, number, generation)
         except EvictedError:
             self._give_up(number, announce, SlotState.EMPTY)
         except TransportError as error:
@@ -279,12 +308,18 @@ class Receiver:
             with self.changed:
                 self._newest_tried, self._announce = announce.version, None
                 self.table.move(number, SlotState.VERIFIED)
-                self.table.slots[number].digests, self.table.slots[number].recipe = expected, session.recipe
+                self.table.slots[number].digests, self.table.slots[number].recipe = (
+                    filled.digests,
+                    session.recipe,
+                )
                 self._verified_at = time.monotonic()
                 self.votes.verified(announce.epoch, announce.version)
             took = time.monotonic() - started
             borrows = self._mode.borrows_slots
-            self._send(m.Verified(session.epoch, announce.version, took, session.transport, borrows))
+            slot = number if generation else -1
+            self._send(m.Verified(
+                session.epoch, announce.version, took, filled.transport, borrows, slot, generation, filled.relayed_bytes
+            ))  # fmt: skip
             with self.changed:
                 self.stand()
             self._on_verified(announce.version, took)
@@ -299,31 +334,69 @@ class Receiver:
         self.table.take_this(announce.slot, announce.epoch, announce.version)
         return announce.slot
 
-    def _fill(self, session: Session, announce: m.Announce, number: int) -> Uint64s:
-        """Read and verify; returns the expected digests. Raises what `_receive` sorts out."""
+    def _fill(self, session: Session, announce: m.Announce, number: int, generation: int) -> Filled:
+        """Read and verify. Raises what `_receive` sorts out."""
         if self._announced_plan is not None and self._announced_plan is not session.recipe.message:
             session.use(self._announced_plan)
+        session.begin()
+        if announce.in_shares and not self._mode.borrows_slots:
+            return self._fill_in_shares(session, announce, number, generation)
+        return Filled(self._fill_alone(session, announce, number), session.transport)
+
+    def _fill_in_shares(self, session: Session, announce: m.Announce, number: int, generation: int) -> Filled:
+        moves = len(session.plan.wants)
+        shares = Shares(
+            session, announce, Place(number, generation, self._mode.destinations(number)),
+            timeout_s=self._timeout_s, changed=self.changed, send=self._send,
+            is_over=lambda: bool(self._abort or self._stopping or self._welcome or self._cancel.value),
+            await_seal=lambda give_up: self._await_seal(announce, moves, give_up),
+        )  # fmt: skip
+        with self.changed:
+            self._shares, waiting, self._fetches = shares, self._fetches, []
+            for fetch in waiting:
+                shares.order(fetch, self._peers.get(fetch.source))
+        try:
+            expected = shares.wait()
+        finally:
+            with self.changed:
+                self._shares = None
+        if self._verify_full:
+            wrong = mismatches(session.plan, self._digests_of(session, number), expected)
+            if wrong:
+                raise wrong_digests(announce.version, wrong)
+        return Filled(expected, "+".join(sorted(shares.transports)), shares.relayed_bytes)
+
+    def _digests_of(self, session: Session, number: int) -> Uint64s:
+        """Of what lies in a slot now."""
+        plan = session.plan
+        digests = np.zeros(len(plan.wants), np.uint64)
+        session.verifier.run(self._targets(plan, number), None, digests, threads=self._mode.threads)
+        return digests
+
+    def _targets(self, plan: Plan, number: int) -> Uint64s:
+        return self._mode.destinations(number)[plan.wants] + plan.deltas.astype(np.uint64)
+
+    def _fill_alone(self, session: Session, announce: m.Announce, number: int) -> Uint64s:
         plan = session.plan
         wrong: list[str] = []
         for _ in range(_ATTEMPTS):
             digests = np.zeros(len(plan.wants), np.uint64)
-            targets = self._mode.destinations(number)[plan.wants] + plan.deltas.astype(np.uint64)
             if not self._mode.borrows_slots:
-                session.read(announce, targets, digests, self._timeout_s, self._cancel)
-            expected = self._await_seal(announce, len(plan.wants))
+                session.read(
+                    None, announce.slot, announce.generation, self._targets(plan, number), digests, self._timeout_s,
+                    self._cancel,
+                )  # fmt: skip
+            expected = self._await_seal(announce, len(plan.wants), lambda: False)
             if self._verify_full:
-                session.verifier.run(targets, None, digests, threads=self._mode.threads)
+                digests = self._digests_of(session, number)
             elif self._mode.borrows_slots:
                 return expected  # the very bytes that were digested while they were staged, sealed and leased
             wrong = mismatches(plan, digests, expected)
             if not wrong:
                 return expected
-        shown = f"{', '.join(wrong[:10])}{', …' if len(wrong) > 10 else ''}"
-        raise DigestError(
-            f"version {announce.version}: {len(wrong)} tensors do not match their digests: {shown}"
-        )
+        raise wrong_digests(announce.version, wrong)
 
-    def _await_seal(self, announce: m.Announce, moves: int) -> Uint64s:
+    def _await_seal(self, announce: m.Announce, moves: int, give_up: Callable[[], bool]) -> Uint64s:
         with self.changed:
             got = self.changed.wait_for(
                 lambda: (
@@ -331,6 +404,7 @@ class Receiver:
                     or self._abort is not None
                     or self._stopping
                     or self._welcome is not None
+                    or give_up()
                 ),
                 self._timeout_s,
             )

@@ -5,28 +5,34 @@ from __future__ import annotations
 import ctypes
 import logging
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from weightsync import _native
 from weightsync._native import layout as col
 from weightsync.config import HUGE_PAGE
-from weightsync.errors import ConfigError, LayoutError, TransportError, WeightSyncError
+from weightsync.errors import ConfigError, DigestError, LayoutError, TransportError, WeightSyncError
+from weightsync.moves import contiguous_strides
 from weightsync.segment import Segment, round_up
 from weightsync.tensors import Entry, dtype_name
+from weightsync.types import DTYPES
 from weightsync.versioning.swap.mode import SwapMode, Uint64s, find_doubled
 from weightsync.wire import messages as m
 from weightsync.wire.layout import Boxes, Catalogue
-from weightsync.wire.plan import Matches, Plan, Want, make_plan, match_names
+from weightsync.wire.plan import BoolArray, Matches, Plan, Want, make_plan, match_names
 from weightsync.wire.registry import ladder, make_reader, transport_names
 from weightsync.wire.transport import Environment, Reader, ReadJob
 
 log = logging.getLogger("weightsync")
 CONNECT_S = 10.0
+_PEER_CONNECT_S = 3.0
 _MAX_READERS = 16
+_MAX_SHARES = 8
 _PEER_FAILED = 2
 
 
@@ -54,6 +60,29 @@ class Recipe:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Some wanted boxes, prepared to be read from one source: `plan` has their moves, `parts` says which rows of it each
+    connected path reads."""
+
+    plan: Plan
+    parts: list[tuple[Path, slice, Any]]
+
+    @property
+    def transport(self) -> str:
+        """Names of the transports that it takes."""
+        return "+".join(sorted({path.transport for path, _, _ in self.parts}))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Path:
+    """A connected reader, which reads for one at a time."""
+
+    reader: Reader
+    transport: str
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
 class Session:
     """Connected to every rank that the plan reads. `verifier` digests a slot of ours as the plan lays it out."""
 
@@ -62,28 +91,39 @@ class Session:
         wanted: str,
     ) -> None:  # fmt: skip
         self.epoch = welcome.epoch
+        self.matches = matches
         self._offers = welcome.offers
-        self._catalogue, self._matches, self._wants = welcome.catalogue, matches, wants
+        self._catalogue, self._wants = welcome.catalogue, wants
         self._mode, self._environment, self._wanted = mode, environment, wanted
-        self._readers: dict[int, tuple[Reader, str]] = {}
-        self._pool = ThreadPoolExecutor(_MAX_READERS, "weightsync-read")
+        self._paths: dict[int, Path] = {}
+        self._peers: dict[int, tuple[Path, Plan]] = {}
+        self._shares: dict[tuple[int, int, int], Share] = {}
+        self._peers_lock = threading.Lock()
+        self.pool = ThreadPoolExecutor(_MAX_SHARES, "weightsync-share")
+        self._parts_pool = ThreadPoolExecutor(_MAX_READERS, "weightsync-read")
         self._progress: list[ctypes.c_uint64] = []
 
     def use(self, message: m.Plan) -> None:
         """Follow this plan from now on. Raises ProtocolError, TransportError, LayoutError, CapacityError."""
-        self.recipe = Recipe(self._catalogue, self._matches, message)
+        self.recipe = Recipe(self._catalogue, self.matches, message)
         self.plan = plan = self.recipe.plan(self._wants)
-        self._parts = plan.parts()
-        for rank, (_, part) in self._parts.items():
-            if rank not in self._readers:
+        for rank in plan.parts():
+            if rank not in self._paths:
                 if rank >= len(self._offers):
                     raise TransportError(f"a plan reads rank {rank} of {len(self._offers)}")
-                self._readers[rank] = _connect(
-                    self._offers[rank], rank, self._mode, self._environment, self._wanted
+                self._paths[rank] = _connect(
+                    self._offers[rank], f"rank {rank}", self._mode, self._environment, self._wanted
                 )
-            self._readers[rank][0].prepare(part)
+        self._shares = {}
+        self._whole = self._prepare(plan)
         self._bind()
         self.verifier = verifier_of(plan)
+
+    def _prepare(self, plan: Plan) -> Share:
+        return Share(plan, [
+            (self._paths[rank], some, self._paths[rank].reader.prepare(part))
+            for rank, (some, part) in plan.parts().items()
+        ])  # fmt: skip
 
     def _bind(self) -> None:
         plan, mode = self.plan, self._mode
@@ -91,13 +131,13 @@ class Session:
         offsets = dict(zip(plan.wants[first].tolist(), plan.offsets[first].tolist(), strict=True))
         segments: list[Segment] = []
         if mode.borrows_slots:
-            if len(self._readers) != 1 or len(offsets) != len(plan.wants):
+            if len(self._paths) != 1 or len(offsets) != len(plan.wants):
                 raise LayoutError(
                     f"swap={mode.name!r} needs one publisher rank that holds each tensor as it is wanted here; "
-                    f"{len(self._readers)} ranks hold {len(plan.wants)} pieces of {len(offsets)}"
+                    f"{len(self._paths)} ranks hold {len(plan.wants)} pieces of {len(offsets)}"
                 )
             span = round_up(int(plan.ends().max(initial=1)), HUGE_PAGE)
-            segments = next(iter(self._readers.values()))[0].slot_segments(span)
+            segments = next(iter(self._paths.values())).reader.slot_segments(span)
         try:
             mode.bind(offsets, segments)
         finally:
@@ -107,57 +147,131 @@ class Session:
     @property
     def transport(self) -> str:
         """Names of the transports in use."""
-        return "+".join(sorted({name for _, name in self._readers.values()}))
+        return self._whole.transport
 
     @property
     def received(self) -> int:
         """Bytes received of the version being read."""
-        return sum(int(counter.value) for counter in self._progress)
+        return sum(int(counter.value) for counter in list(self._progress))
+
+    def begin(self) -> None:
+        """The bytes received count from here."""
+        self._progress = []
 
     def read(
         self,
-        announce: m.Announce,
+        share: Share | None,
+        slot: int,
+        generation: int,
         targets: Uint64s,
         digests: Uint64s,
         timeout_s: float,
         cancel: ctypes.c_uint32,
     ) -> None:
-        """Move a version to `targets`, from all ranks at once. Raises EvictedError, SyncTimeoutError, TransportError."""
+        """Move a share (None: everything) of a version to `targets`, from all its sources at once. Raises EvictedError,
+        SyncTimeoutError, TransportError."""
         jobs = [
-            (self._readers[rank][0], ReadJob(
-                announce.slot, announce.generation, targets[some], digests[some], timeout_s, ctypes.c_uint64(0), cancel
+            (path, moves, ReadJob(
+                slot, generation, targets[some], digests[some], timeout_s, ctypes.c_uint64(0), cancel
             ))
-            for rank, (some, _) in self._parts.items()
+            for path, some, moves in (share or self._whole).parts
         ]  # fmt: skip
-        self._progress = [job.progress for _, job in jobs]
-        if len(jobs) == 1:
-            jobs[0][0].read(jobs[0][1])
-            return
+        self._progress += [job.progress for _, _, job in jobs]
         failures: list[WeightSyncError] = []
 
-        def run(reader: Reader, job: ReadJob) -> None:
+        def run(path: Path, moves: Any, job: ReadJob) -> None:
             try:
-                reader.read(job)
+                with path.lock:
+                    path.reader.read(moves, job)
             except WeightSyncError as error:
                 failures.append(error)
                 cancel.value = cancel.value or _PEER_FAILED  # no use in reading on
 
-        for future in wait([self._pool.submit(run, *job) for job in jobs]).done:
+        others = [self._parts_pool.submit(run, *job) for job in jobs[1:]]
+        if jobs:
+            run(*jobs[0])
+        for future in wait(others).done:
             future.result()
         if failures:
             if cancel.value == _PEER_FAILED:
                 cancel.value = 0
             raise failures[0]
 
+    # ---- shares of a version, from the publisher or from other members
+
+    def share(self, peer: m.Peer | None, first: int, stop: int) -> Share:
+        """The wants from `first` to `stop`, to be read from a peer (None: from the publisher). Raises TransportError."""
+        key = (-1 if peer is None else peer.number, first, stop)
+        found = self._shares.get(key)
+        if found is None:
+            if peer is None:
+                found = self._prepare(self.plan.only(self.rows(first, stop)))
+            else:
+                path, whole = self._path_to(peer)
+                moves = path.reader.prepare(whole.only(slice(first, stop)))
+                found = Share(whole.only(slice(first, stop)), [(path, slice(0, stop - first), moves)])
+            self._shares[key] = found
+        return found
+
+    def rows(self, first: int, stop: int) -> BoolArray:
+        """Which moves of the plan bring the wants from `first` to `stop`."""
+        of_want = np.frombuffer(self.recipe.message.wants, "<u4")
+        rows: BoolArray = (of_want >= first) & (of_want < stop)
+        return rows
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether every wanted box lies in a slot here as it would on the wire, so that others can read it from there."""
+        wants = [self._wants[number] for number in self.matches.wants.tolist()]
+        return all(w.strides == contiguous_strides(w.box.shape, DTYPES[w.dtype].itemsize) for w in wants)
+
+    def of_wants(self, digests: Uint64s) -> Uint64s:
+        """From the digests of the plan's moves those of whole wanted boxes: two sums mod 2^32 each."""
+        whole = np.zeros(len(self.matches.wants), np.uint64)
+        np.add.at(
+            whole.view(np.uint32).reshape(-1, 2),
+            np.frombuffer(self.recipe.message.wants, "<u4"),
+            digests.view(np.uint32).reshape(-1, 2),
+        )
+        return whole
+
+    def drop(self, peer: m.Peer) -> None:
+        """The peer is of no use any more; connect again if it is named again."""
+        with self._peers_lock:
+            found = self._peers.pop(peer.number, None)
+        for key in [key for key in list(self._shares) if key[0] == peer.number]:
+            self._shares.pop(key, None)
+        if found is not None:
+            with found[0].lock:
+                found[0].reader.close()
+
+    def _path_to(self, peer: m.Peer) -> tuple[Path, Plan]:
+        """Connected to a peer, with the plan that reads every wanted box whole out of its slot."""
+        found = self._peers.get(peer.number)
+        if found is not None:
+            return found
+        count = len(self.matches.wants)
+        plan = make_plan(
+            self._catalogue, self._wants, self.matches, self.matches.boxes, bytes(4 * count),
+            np.arange(count, dtype="<u4").tobytes(), peer.offsets,
+        )  # fmt: skip
+        path = _connect(peer.offers, peer.name, self._mode, self._environment, "auto", _PEER_CONNECT_S)
+        with self._peers_lock:
+            found = self._peers.setdefault(peer.number, (path, plan))
+        if found[0] is not path:
+            path.reader.close()
+        return found
+
     def liveness_fds(self) -> list[int]:
         """Descriptors that become readable when a rank's process is gone."""
-        found = [reader.liveness_fd() for reader, _ in self._readers.values()]
+        found = [path.reader.liveness_fd() for path in self._paths.values()]
         return [fd for fd in found if fd is not None]
 
     def close(self) -> None:
-        self._pool.shutdown()
-        for reader, _ in self._readers.values():
-            reader.close()
+        self.pool.shutdown()
+        self._parts_pool.shutdown()
+        for path in (*self._paths.values(), *(path for path, _ in self._peers.values())):
+            path.reader.close()
 
 
 def open_session(
@@ -197,6 +311,12 @@ def mismatches(plan: Plan, found: np.ndarray, expected: np.ndarray) -> list[str]
     return [plan.names[number] for number in np.flatnonzero(found != expected)]
 
 
+def wrong_digests(version: int, names: Sequence[str]) -> DigestError:
+    """The error that says which tensors are not what was published."""
+    shown = f"{', '.join(names[:10])}{', …' if len(names) > 10 else ''}"
+    return DigestError(f"version {version}: {len(names)} tensors do not match their digests: {shown}")
+
+
 def wants_of(entries: list[Entry], strides: Sequence[tuple[int, ...]]) -> list[Want]:
     """What a server wants, written with these byte strides."""
     return [
@@ -206,8 +326,13 @@ def wants_of(entries: list[Entry], strides: Sequence[tuple[int, ...]]) -> list[W
 
 
 def _connect(
-    offers: dict[str, dict[str, str]], rank: int, mode: SwapMode, environment: Environment, wanted: str
-) -> tuple[Reader, str]:
+    offers: dict[str, dict[str, str]],
+    peer: str,
+    mode: SwapMode,
+    environment: Environment,
+    wanted: str,
+    timeout_s: float = CONNECT_S,
+) -> Path:
     """A connected and probed reader. `auto` walks the ladder; a transport asked for by name never falls back."""
     if wanted != "auto" and wanted not in transport_names():
         raise ConfigError(f"transport={wanted!r}: installed are auto, {', '.join(transport_names())}")
@@ -222,19 +347,19 @@ def _connect(
             skipped.append(f"{name}: can't map slots, which swap={mode.name!r} needs")
             continue
         try:
-            reader.connect(offers[name], CONNECT_S)
+            reader.connect(offers[name], timeout_s)
         except TransportError as error:
             reader.close()
             skipped.append(f"{name}: {error}")
             continue
         log.info(
-            "transport %s to rank %d chosen on %s%s",
+            "transport %s to %s chosen on %s%s",
             name,
-            rank,
+            peer,
             socket.gethostname(),
             f" (skipped {'; '.join(skipped)})" if skipped else "",
         )
-        return reader, name
+        return Path(reader, name)
     raise TransportError(
-        f"no data path to rank {rank} of the publisher works: {'; '.join(skipped) or 'it offers none that is installed'}"
+        f"no data path to {peer} works: {'; '.join(skipped) or 'it offers none that is installed'}"
     )

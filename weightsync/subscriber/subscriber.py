@@ -26,6 +26,7 @@ from weightsync.errors import (
     UsageError,
     WeightSyncError,
 )
+from weightsync.subscriber.holder import Holder
 from weightsync.subscriber.receiver import Receiver
 from weightsync.subscriber.session import (
     Choice,
@@ -44,7 +45,7 @@ from weightsync.versioning.slots import Slot, SlotState, SlotTable
 from weightsync.versioning.swap.mode import SwapMode, byte_strides
 from weightsync.versioning.swap.modes import swap_mode
 from weightsync.wire import messages as m
-from weightsync.wire.address import parse_address, require_safe
+from weightsync.wire.address import host_towards, parse_address, require_safe
 from weightsync.wire.keys import load_subscriber_keys
 from weightsync.wire.layout import Boxes
 from weightsync.wire.link import Link
@@ -89,6 +90,9 @@ class Subscriber:
     and rank, ranks and the replica's name follow from it. An engine that drives all ranks itself gives each the same
     `replica` name, its `rank` and how many `ranks` there are, and calls `switch()` between steps; see `proposal`.
 
+    `relay`: let other members that want the same tensors read verified parts from here, where the publisher asks for that
+    (see `Publisher(relay=)`). `data_host`: the address of this host's network interface that they shall use.
+
     `on_ready(version)`, `on_live(version, pause_s)`, `on_failed(version, error)` are called on the thread where it
     happens, must not block, and what they raise is only logged; version 0 in `on_failed` means that no session could be opened.
     """
@@ -111,6 +115,8 @@ class Subscriber:
         rank: int = 0,
         ranks: int = 1,
         group: Any = None,
+        relay: bool = True,
+        data_host: str | None = None,
         keys: str | os.PathLike[str] | None = None,
         insecure: bool = False,
         timeout_s: float = 60.0,
@@ -158,6 +164,8 @@ class Subscriber:
             changed=self._changed, send=self._send, stand=self._stand, on_live=self._went_live, on_failed=self._failed,
         )  # fmt: skip
         self._gate = Gate(self._switch.swap, drain_timeout_s)
+        self._may_relay, self._data_host = relay, data_host
+        self._holder: Holder | None = None
         self._agreement: Agreement | None = None
         self._plan: Plan | None = None
         self._receiver: Receiver | None = None
@@ -187,7 +195,7 @@ class Subscriber:
             self._mode, self._table,
             verify_full=self._verify_full, timeout_s=self._timeout_s, open_session=self._open, send=self._send,
             on_session=self._joined, on_verified=self._verified, on_failed=failed, on_orders=self._decided,
-            on_undo=self._undo, rejoin=self._rejoin, votes=self._votes, changed=self._changed,
+            on_undo=self._undo, rejoin=self._rejoin, open_slot=self._open_slot, votes=self._votes, changed=self._changed,
         )  # fmt: skip
         self._link = Link(
             self._address, self._keys, hello=self._hello, heartbeat=self._heartbeat,
@@ -219,6 +227,8 @@ class Subscriber:
         self._gate.shut()
         if self._receiver is not None:
             self._receiver.close()
+        if self._holder is not None:
+            self._holder.close()
         self._mode.close()
         if self._link is not None:
             self._link.close()
@@ -393,7 +403,24 @@ class Subscriber:
 
     def _open(self, welcome: m.Welcome, ask_plan: Callable[[Boxes], m.Plan]) -> Session:
         with torch.no_grad():
-            return open_session(welcome, self._entries, self._mode, self._environment, self._choice, ask_plan)
+            session = open_session(
+                welcome, self._entries, self._mode, self._environment, self._choice, ask_plan
+            )
+        if welcome.may_serve and self._may_relay and session.is_dense:
+            self._serve(session)
+        return session
+
+    def _serve(self, session: Session) -> None:
+        """Tell where others can read our slots."""
+        if self._holder is None and self._mode.slot_memory():
+            host = self._data_host or host_towards(self._address)
+            self._holder = Holder(self._mode, self._environment, host)
+        if self._holder is not None:
+            offsets = self._holder.offsets(self._mode, session.matches)
+            self._send(m.Serve(session.epoch, self._holder.offers, offsets.astype("<u8").tobytes()))
+
+    def _open_slot(self, number: int) -> int:
+        return 0 if self._holder is None else self._holder.open(number)
 
     def _joined(self, session: Session | None) -> None:
         """A session began; None: the one there was is about to end."""

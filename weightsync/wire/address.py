@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
 from dataclasses import dataclass
 
 from weightsync.errors import ConfigError
@@ -49,3 +50,16 @@ def require_safe(address: Address, *, has_keys: bool, insecure: bool) -> None:
         f"{address.text}: other hosts can reach this address, so anyone could read or replace the weights; "
         "pass keys=DIR (make them with `weightsync keys new DIR`), or insecure=True on a trusted network"
     )
+
+
+def host_towards(address: Address) -> str:
+    """The address of this host's interface that leads there. Raises ConfigError."""
+    if address.scheme != "tcp":
+        return "127.0.0.1"
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address.host, address.port or 1))  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(f"{address.text}: no interface leads there: {error}") from error

@@ -9,7 +9,9 @@ import numpy as np
 
 from weightsync.errors import LayoutError
 from weightsync.moves import Int64s
+from weightsync.types import DTYPES
 from weightsync.wire import messages as m
+from weightsync.wire.boxes import volumes
 from weightsync.wire.cells import Cells, Reads, extend_cells, match_cells, plan_cells
 from weightsync.wire.columns import Int32s, ShardColumns, Side
 from weightsync.wire.layout import Boxes, Layout, merge_layouts
@@ -22,6 +24,8 @@ _MOST_COPIES = 3
 class _Target:
     """Members of one host that want the same. `reads` is None until it is arranged; `refusal` says why it can't be."""
 
+    number: int
+    boxes: Boxes
     wants: ShardColumns
     host: str
     reads: Reads | None = None
@@ -53,9 +57,10 @@ class Arrangement:
         """The number of a target; a new one has no reads before `arrange`. Raises ProtocolError."""
         target = self._targets.get((boxes, host))
         if target is None:
-            target = self._targets[boxes, host] = _Target(boxes.columns(self.catalogue), host)
+            columns = boxes.columns(self.catalogue)
+            target = self._targets[boxes, host] = _Target(len(self._numbers), boxes, columns, host)
             self._numbers.append(target)
-        return self._numbers.index(target)
+        return target.number
 
     def arrange(self, *, keep: bool) -> bool:
         """Make cells for all targets. `keep`: cells are in use, so new ones only come after them; else all are planned
@@ -87,6 +92,16 @@ class Arrangement:
 
     def reads(self, number: int) -> Reads | None:
         return self._numbers[number].reads
+
+    def boxes(self, number: int) -> Boxes:
+        """What a target wants."""
+        return self._numbers[number].boxes
+
+    def want_bytes(self, number: int) -> Int64s:
+        """The size of each box that a target wants."""
+        wants = self._numbers[number].wants
+        itemsize = np.array([DTYPES[spec.dtype].itemsize for spec in self.catalogue.tensors], np.int64)
+        return volumes(wants.start, wants.stop) * itemsize[wants.tensor]
 
     def needs(self, number: int) -> list[int]:
         """How many cells of each rank's slot must be there before the target can be served from it."""

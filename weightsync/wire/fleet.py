@@ -99,6 +99,7 @@ class Fleet:
         self._publishing.settle()
         self._serving.obey(self.books.ballots.decide())
         self._serving.grant_all()
+        self._serving.pair_up(now)
         self._publishing.requests.settle(now)
 
     def next_deadline(self) -> float | None:

@@ -35,17 +35,19 @@ class Keys:
     allowed: frozenset[bytes] = frozenset()
 
     def protect_server(self, socket: zmq.Socket[Any]) -> None:
-        """Make a binding socket accept only peers that the authenticator allows. Call before bind."""
+        """Make a binding socket prove who it is, encrypt, and (where its context has an authenticator) accept only peers that
+        are allowed. Call before bind."""
         socket.curve_publickey = self.public
         socket.curve_secretkey = self.secret
         socket.curve_server = True
         socket.zap_domain = b"weightsync"
 
-    def protect_client(self, socket: zmq.Socket[Any]) -> None:
-        """Make a connecting socket prove who it is and check who answers. Call before connect."""
+    def protect_client(self, socket: zmq.Socket[Any], server: bytes | None = None) -> None:
+        """Make a connecting socket prove who it is and check who answers: `server`, by default the publisher. Call before
+        connect."""
         socket.curve_publickey = self.public
         socket.curve_secretkey = self.secret
-        socket.curve_serverkey = self.publisher
+        socket.curve_serverkey = server or self.publisher
 
 
 def new_keys(directory: str | os.PathLike[str]) -> list[Path]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from weightsync.types import MemberStatus
 from weightsync.wire import messages as m
@@ -12,7 +12,8 @@ from weightsync.wire.ballots import Seat
 @dataclass(slots=True)
 class Member:
     """`target`: its number in the arrangement, once it said what it wants. `seat`: where it votes, if it does. `is_counted`:
-    versions wait for it, since it had a plan for this layout; a reconnect keeps that."""
+    versions wait for it, since it had a plan for this layout; a reconnect keeps that. `may_serve`: it can read from other
+    members, and `serves` says how they can from it, under `number`; `introduced`: those that it knows."""
 
     hello: m.Hello
     label: str
@@ -27,6 +28,10 @@ class Member:
     state: str = "joining"
     transport: str = ""
     error: str | None = None
+    may_serve: bool = False
+    serves: m.Serve | None = None
+    number: int = 0
+    introduced: set[int] = field(default_factory=set)
 
     @property
     def instance(self) -> str:

@@ -81,19 +81,54 @@ class Pull(_Message):
 
 
 class Verified(_Message):
-    """The version's digests match. `holds_lease`: the slot itself will serve, so the lease goes on."""
+    """The version's digests match. `holds_lease`: the slot itself will serve, so the lease goes on. `slot`, `generation`:
+    where others can read it, see Serve (-1: nowhere). `relayed_bytes`: how much came from other members."""
 
     epoch: int
     version: int
     read_s: float
     transport: str
     holds_lease: bool
+    slot: int = -1
+    generation: int = 0
+    relayed_bytes: int = 0
 
 
 class Live(_Message):
     epoch: int
     version: int
     pause_s: float
+
+
+class Serve(_Message):
+    """The member's own slots can be read by others that want the same boxes: `offers` as of a rank, `offsets` u64: where in
+    a slot each wanted box lies, dense."""
+
+    epoch: int
+    offers: dict[str, dict[str, str]]
+    offsets: bytes
+
+
+class Fetched(_Message):
+    """The wants from `first` to `stop` are verified, in this slot of the member's own."""
+
+    epoch: int
+    version: int
+    first: int
+    stop: int
+    slot: int
+    generation: int
+
+
+class Unfetched(_Message):
+    """The share could not be had from peer `source`: it died, or its slot holds something else by now."""
+
+    epoch: int
+    version: int
+    first: int
+    stop: int
+    source: int
+    error: str
 
 
 class Release(_Message):
@@ -168,6 +203,7 @@ class Enlist(_Message):
     layout: Layout
     takeover: bool
     policy: str = "each"
+    relay: str = "auto"
 
 
 class Offers(_Message):
@@ -266,13 +302,15 @@ class Rollback(_Message):
 
 class Welcome(_Message):
     """`offers`: for each rank, from each data transport's name to what its reader needs to connect. `session`: under
-    which the member's votes are counted; 0: it needs none, and makes live what it has verified."""
+    which the member's votes are counted; 0: it needs none, and makes live what it has verified. `may_serve`: others could
+    read from this member, see Serve."""
 
     epoch: int
     publisher: str
     catalogue: Catalogue
     offers: list[dict[str, dict[str, str]]]
     session: int = 0
+    may_serve: bool = False
 
 
 class Plan(_Message):
@@ -335,13 +373,38 @@ class Answer(_Message):
 
 class Announce(_Message):
     """The slot now being staged (or sealed already) holds `version`; it is leased to the receiver of this message.
-    `ballot`: what it may vote for once it is verified; 0: no vote is needed."""
+    `ballot`: what it may vote for once it is verified; 0: no vote is needed. `in_shares`: do not read it as a whole, each
+    Fetch says what to read from where."""
 
     epoch: int
     version: int
     slot: int
     generation: int
     ballot: int = 0
+    in_shares: bool = False
+
+
+class Peer(_Message):
+    """Another member that wants the same boxes, and can be read from: see Serve."""
+
+    epoch: int
+    number: int
+    name: str
+    offers: dict[str, dict[str, str]]
+    offsets: bytes
+
+
+class Fetch(_Message):
+    """Read the wants from `first` to `stop` of the announced version from peer `source`, out of this slot of its; -1: from
+    the publisher. A later one for the same share replaces it."""
+
+    epoch: int
+    version: int
+    first: int
+    stop: int
+    source: int
+    slot: int
+    generation: int
 
 
 class Grant(_Message):
@@ -441,11 +504,13 @@ FromRank = (
     | Rollback
 )
 FromMember = (
-    Hello | Heartbeat | Stand | Wants | Pull | Verified | Live | Release | Failed | Bye | AskStatus | AskLayout | TakeOver
+    Hello | Heartbeat | Stand | Wants | Pull | Serve | Fetched | Unfetched | Verified | Live | Release | Failed | Bye
+    | AskStatus | AskLayout | TakeOver
     | FromRank
 )  # fmt: skip
 Known = (
-    Heartbeat | Stand | Wants | Pull | Verified | Live | Release | Failed | Bye | Offers | Beat | Begin | Sealed | Extended
+    Heartbeat | Stand | Wants | Pull | Serve | Fetched | Unfetched | Verified | Live | Release | Failed | Bye | Offers | Beat
+    | Begin | Sealed | Extended
     | Aborted | MemberGone | AwaitMembers | AwaitStage | AskReport | Promote | Rollback
 )  # fmt: skip
 """From those who have introduced themselves."""
@@ -455,6 +520,8 @@ ToMember = (
     | Plan
     | NoPlan
     | Announce
+    | Peer
+    | Fetch
     | Seal
     | Abort
     | Grant

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import compress
 
 import numpy as np
+import numpy.typing as npt
 
 from weightsync._native import layout as col
 from weightsync.errors import LayoutError, ProtocolError
@@ -20,6 +22,7 @@ from weightsync.wire.boxes import intersect, volumes
 from weightsync.wire.layout import MAX_SLOT_BYTES, Boxes, Catalogue
 
 _MAX_LISTED = 20
+BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +62,21 @@ class Plan:
     names: tuple[str, ...]
     size_bytes: int
 
+    def only(self, rows: slice | BoolArray) -> Plan:
+        """Some of the moves, as a plan of their own."""
+        table = self.table[rows]
+        names = self.names[rows] if isinstance(rows, slice) else tuple(compress(self.names, rows.tolist()))
+        return Plan(
+            table, self.ranks[rows], self.offsets[rows], self.wants[rows], self.deltas[rows], names,
+            int(row_bytes(table).sum()),
+        )  # fmt: skip
+
     def parts(self) -> dict[int, tuple[slice, Plan]]:
         """For each rank that is read: its moves here, and as a plan of their own."""
         found = {}
         for rank in np.unique(self.ranks).tolist():
             begin, end = np.searchsorted(self.ranks, [rank, rank + 1]).tolist()
-            some = slice(begin, end)
-            table = self.table[some]
-            found[rank] = (some, Plan(
-                table, self.ranks[some], self.offsets[some], self.wants[some], self.deltas[some], self.names[some],
-                int(row_bytes(table).sum()),
-            ))  # fmt: skip
+            found[rank] = (slice(begin, end), self.only(slice(begin, end)))
         return found
 
     def ends(self) -> Int64s:

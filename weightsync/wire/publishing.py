@@ -9,6 +9,7 @@ from weightsync.wire import messages as m
 from weightsync.wire.arrangement import Arrangement
 from weightsync.wire.books import Books
 from weightsync.wire.ranks import Rank
+from weightsync.wire.relay import check_mode
 from weightsync.wire.requests import Request, Requests
 from weightsync.wire.serving import Serving
 from weightsync.wire.versions import SlotState
@@ -30,6 +31,7 @@ class Publishing:
         try:
             if refusal is None:
                 books.ballots.set_policy(enlist.policy)
+                self._serving.relay.mode = check_mode(enlist.relay)
         except ConfigError as error:
             refusal = str(error)
         if refusal is not None:

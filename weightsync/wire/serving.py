@@ -7,7 +7,9 @@ from weightsync.errors import ConfigError, ProtocolError
 from weightsync.wire import messages as m
 from weightsync.wire.ballots import ballot_to_wire
 from weightsync.wire.books import Books
+from weightsync.wire.layout import Boxes
 from weightsync.wire.members import Member
+from weightsync.wire.relay import Relay
 from weightsync.wire.replicas import Admit, Cancel, Commit, Grant, Order
 from weightsync.wire.versions import SlotState
 
@@ -17,6 +19,7 @@ class Serving:
 
     def __init__(self, books: Books) -> None:
         self._books = books
+        self.relay = Relay()
 
     # ---- coming and going
 
@@ -33,6 +36,7 @@ class Serving:
                 label, is_counted = member.label, member.is_counted
                 del books.members[other]  # its seat is taken again with the welcome
                 books.versions.end_leases(hello.instance, keep_pinned=True)
+                self.relay.leave(hello.instance)
             elif other == route:
                 self.remove(other, "another member took over its connection", keep_pinned=False)
         if not 0 <= hello.rank < hello.ranks or (hello.ranks > 1 and hello.replica is None):
@@ -59,19 +63,24 @@ class Serving:
             return
         member.welcomed, member.state = True, "welcomed"
         member.target, member.plan, member.newer_than = None, None, None
+        member.serves, member.introduced = None, set()
+        hosts = {rank.enlist.host for rank in books.ranks.present()}
+        member.may_serve = self.relay.may_serve(member, hosts)
+        self.relay.leave(member.instance)
         books.versions.end_leases(member.instance, keep_pinned=True)
         offers = [rank.offers or {} for rank in books.ranks.present()]
         session = self._take_seat(route, member)
         if session is None:
             return
-        books.send(
-            route, m.Welcome(books.epoch, books.publisher, books.arrangement.catalogue, offers, session)
-        )
+        books.send(route, m.Welcome(
+            books.epoch, books.publisher, books.arrangement.catalogue, offers, session, member.may_serve
+        ))  # fmt: skip
 
     def remove(self, route: bytes, why: str, *, keep_pinned: bool) -> None:
         """A member is gone. `keep_pinned`: its process may only be stopped, and still serve from our slots."""
         books = self._books
         member = books.members.pop(route)
+        self.relay.leave(member.instance)
         books.versions.end_leases(member.instance, keep_pinned=keep_pinned)
         if member.seat is not None:
             name = member.seat[0]
@@ -103,21 +112,35 @@ class Serving:
                 self._wants(route, member, message)
             case m.Pull():
                 member.newer_than = message.newer_than
+            case m.Serve():
+                self._serve(route, member, message)
+            case m.Fetched():
+                self.relay.fetched(self._wanted(member), member, message, now)
+            case m.Unfetched():
+                self.relay.unfetched(self._wanted(member), member, message)
             case m.Verified():
-                self._verified(member, message, now)
+                self._verified(route, member, message, now)
             case m.Live():
                 member.live_version = message.version
                 books.versions.live(member.label, member.transport, message, now)
             case m.Release():
-                books.versions.release(member.instance, message.version)
+                self._let_go(member, message.version)
             case m.Failed():
-                books.versions.release(member.instance, message.version)
+                self._let_go(member, message.version)
                 books.versions.failed(member.label, message)
                 member.error = message.error
             case m.Bye():
                 self.remove(route, "left", keep_pinned=False)
 
-    def _verified(self, member: Member, message: m.Verified, now: float) -> None:
+    def _let_go(self, member: Member, version: int) -> None:
+        self._books.versions.release(member.instance, version)
+        self.relay.stop(member, version)
+
+    def _verified(self, route: bytes, member: Member, message: m.Verified, now: float) -> None:
+        arrangement = self._books.arrangement
+        if arrangement is not None and member.target is not None:
+            boxes, sizes = arrangement.boxes(member.target), arrangement.want_bytes(member.target)
+            self.relay.verified(boxes, sizes, member, route, message, self._company(member))
         if message.holds_lease:
             self._books.versions.keep_lease(member.instance, message.version)
         else:
@@ -164,6 +187,31 @@ class Serving:
         for member in self._books.members.values():
             member.target, member.plan, member.is_counted = None, None, False
 
+    # ---- what they read from each other
+
+    def _serve(self, route: bytes, member: Member, message: m.Serve) -> None:
+        wants = self._wanted(member)
+        if member.may_serve and wants is not None and len(message.offsets) == 2 * len(wants.tensor):
+            self.relay.serve(member, message)
+
+    def _wanted(self, member: Member) -> Boxes | None:
+        arrangement = self._books.arrangement
+        return None if arrangement is None or member.target is None else arrangement.boxes(member.target)
+
+    def _company(self, member: Member) -> int:
+        """How many other members want the same, and serve it."""
+        wants = self._wanted(member)
+        return sum(
+            other is not member and other.serves is not None and self._wanted(other) == wants
+            for other in self._books.members.values()
+        )
+
+    def pair_up(self, now: float) -> None:
+        """Tell members what to read from whom."""
+        self.relay.keep(set(self._books.versions.held()))
+        for route, message in self.relay.decide(self._books.epoch, now):
+            self._books.send(route, message)
+
     # ---- what they may read
 
     def grant_all(self) -> None:
@@ -201,9 +249,17 @@ class Serving:
         # what may go live there is not taken away any more
         slot.leases.setdefault(member.instance, "reading" if member.hello.holds is None else "pinned")
         number = books.versions.number_of(slot)
-        books.send(route, m.Announce(books.epoch, slot.version, number, slot.generation, ballot))
+        in_shares = self._enroll(route, member, slot)
+        books.send(route, m.Announce(books.epoch, slot.version, number, slot.generation, ballot, in_shares))
         if slot.is_sealed:
             self._send_seal(route, member, slot)
+
+    def _enroll(self, route: bytes, member: Member, slot: SlotState) -> bool:
+        arrangement = self._books.arrangement
+        if not member.may_serve or arrangement is None or member.target is None:
+            return False
+        boxes, sizes = arrangement.boxes(member.target), arrangement.want_bytes(member.target)
+        return self.relay.enroll(slot.version, boxes, sizes, member, route, self._company(member))
 
     def seal(self, slot: SlotState) -> None:
         """The version is complete: those who read it get its digests."""

@@ -6,13 +6,13 @@ A transport has two ends. The *exporter* lives in the publisher; the *reader* in
     1. exporter = T.exporter(context)
     2. exporter.register(slots, header)  once
     3. offer = exporter.export()      ──offer──▶  4. reader = T.reader(context); reader.connect(offer)
-                                                  5. reader.prepare(plan)         once for each plan
-                                                  6. reader.read(job)             for every version
+                                                  5. moves = reader.prepare(plan) once for each plan
+                                                  6. reader.read(moves, job)      for every version
     7. exporter.close()                           8. reader.close()
 
 `read` is one-sided: the publisher's code takes no part in it beyond serving memory. It blocks until the bytes of all
-moves are in place and returns their digests; run it on a thread of your own. `close()` is idempotent and legal after
-any error; after a TransportError nothing else is.
+moves are in place and returns their digests; run it on a thread of your own, one at a time for each reader. `close()` is
+idempotent and legal after any error; after a TransportError nothing else is.
 """
 
 from __future__ import annotations
@@ -128,12 +128,13 @@ class Reader(ABC):
         """Reach the publisher and prove the path with a bit-exact exchange. Raises TransportError."""
 
     @abstractmethod
-    def prepare(self, plan: Plan) -> None:
-        """Compile a plan, once."""
+    def prepare(self, plan: Plan) -> Any:
+        """Compile a plan; several may be in use at once. Raises TransportError if it leads out of the publisher's slots."""
 
     @abstractmethod
-    def read(self, job: ReadJob) -> None:
-        """Move all bytes of one version. Raises EvictedError, SyncTimeoutError, TransportError."""
+    def read(self, moves: Any, job: ReadJob) -> None:
+        """Move all bytes of a prepared plan, of one version. Raises EvictedError, SyncTimeoutError, TransportError: as soon
+        as the peer's end closes, where the transport can tell."""
 
     @abstractmethod
     def close(self) -> None:

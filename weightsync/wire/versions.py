@@ -197,7 +197,7 @@ class Versions:
             if report is not None and record.version <= message.version and report.ready_s is None:
                 report.transport, report.ready_s, report.error = message.transport, now - record.started, None
                 if record.version == message.version:
-                    report.read_s = message.read_s
+                    report.read_s, report.relayed_bytes = message.read_s, message.relayed_bytes
 
     def live(self, label: str, transport: str, message: m.Live, now: float) -> None:
         """The version serves on the member; older ones count as reached."""

@@ -48,6 +48,9 @@ class Copy(SwapMode):
     def _addresses(self, slot: int) -> Uint64s:
         return self._offsets + np.uint64(self._mappings[slot].address)
 
+    def slot_memory(self) -> list[tuple[Segment, Mapping]]:
+        return list(zip(self._segments, self._mappings, strict=True))
+
     def activate(self, slot: int) -> None:
         planned = self._filled[slot]
         tensors = [self.entries[number].tensor for number in planned]

@@ -32,6 +32,9 @@ class Flip(SwapMode):
     def destinations(self, slot: int) -> Uint64s:
         return self._offsets + np.uint64(self._mappings[slot].address)
 
+    def slot_memory(self) -> list[tuple[Segment, Mapping]]:
+        return list(zip(self._segments, self._mappings, strict=True))
+
     def activate(self, slot: int) -> None:
         rebind(self.entries, self._views[slot])
 

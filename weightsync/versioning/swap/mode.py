@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from weightsync.segment import Segment
+from weightsync.segment import Mapping, Segment
 from weightsync.tensors import Entry
 
 Uint64s = npt.NDArray[np.uint64]
@@ -51,6 +51,10 @@ class SwapMode(ABC):
     @abstractmethod
     def destinations(self, slot: int) -> Uint64s:
         """Address of each entry's first element in `slot`."""
+
+    def slot_memory(self) -> list[tuple[Segment, Mapping]]:
+        """The slots themselves, where other members can read them; nothing if there are none of ours."""
+        return []
 
     @abstractmethod
     def activate(self, slot: int) -> None:

@@ -35,6 +35,9 @@ class Remap(SwapMode):
     def destinations(self, slot: int) -> Uint64s:
         return self._offsets + np.uint64(self._wires[slot].address)
 
+    def slot_memory(self) -> list[tuple[Segment, Mapping]]:
+        return list(zip(self._segments, self._wires, strict=True))
+
     def activate(self, slot: int) -> None:
         self._pages.show(slot)
 

@@ -17,6 +17,7 @@ import socket
 import struct
 import threading
 import time
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -138,6 +139,14 @@ class ShmExporter(Exporter):
             return ""
 
 
+@dataclass(frozen=True, slots=True)
+class _Moves:
+    """A compiled plan, and where each of its moves lies in a slot."""
+
+    program: _native.Program
+    offsets: Uint64s
+
+
 class ShmReader(Reader):
     """Maps the publisher's slots and copies straight out of them, digesting on the way."""
 
@@ -150,8 +159,6 @@ class ShmReader(Reader):
         self._slots: list[Mapping] = []
         self._headers: SlotHeaders | None = None
         self._header_mapping: Mapping | None = None
-        self._program: _native.Program | None = None
-        self._offsets: Uint64s = np.zeros(0, np.uint64)
 
     def connect(self, offer: dict[str, str], timeout_s: float) -> None:
         if offer.get("host") != host_id():
@@ -182,9 +189,7 @@ class ShmReader(Reader):
         sizes = array.array("Q", data[4:])
         return [Segment(handle, size) for handle, size in zip(handles, sizes, strict=True)]
 
-    def prepare(self, plan: Plan) -> None:
-        self._program = _native.Program(plan.table)
-        self._offsets = plan.offsets.astype(np.uint64)
+    def prepare(self, plan: Plan) -> _Moves:
         if len(plan.offsets):
             begin, end = int(plan.offsets.min()), int(plan.ends().max())
             if end > min((slot.size for slot in self._slots), default=0):
@@ -192,12 +197,13 @@ class ShmReader(Reader):
             begin -= begin % mmap.PAGESIZE
             for slot in self._slots:
                 _native.populate(slot.address + begin, end - begin, write=False)
+        return _Moves(_native.Program(plan.table), plan.offsets.astype(np.uint64))
 
-    def read(self, job: ReadJob) -> None:
-        if self._program is None or self._headers is None or job.slot >= len(self._slots):
+    def read(self, moves: _Moves, job: ReadJob) -> None:
+        if self._headers is None or job.slot >= len(self._slots):
             raise TransportError(f"not connected, or slot {job.slot} does not exist")
-        status = self._program.run(
-            self._offsets + np.uint64(self._slots[job.slot].address), job.destinations, job.digests,
+        status = moves.program.run(
+            moves.offsets + np.uint64(self._slots[job.slot].address), job.destinations, job.digests,
             threads=self._environment.threads, progress=ctypes.addressof(job.progress),
             follow=self._headers.address(job.slot), generation=job.generation,
             timeout_s=job.timeout_s, cancel=ctypes.addressof(job.cancel),

@@ -71,6 +71,7 @@ class ZmqExporter(Exporter):
         self._token = secrets.token_bytes(TOKEN_BYTES)
         if environment.context is None:
             raise TransportError("the zmq exporter needs the publisher's context, which checks keys")
+        self._key = environment.keys.public if environment.keys else None
         self._socket = environment.context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.setsockopt(zmq.MAXMSGSIZE, 4096)
@@ -93,7 +94,8 @@ class ZmqExporter(Exporter):
         self._thread.start()
 
     def export(self) -> dict[str, str]:
-        return {"port": self._port, "token": self._token.hex()}
+        key = {} if self._key is None else {"key": self._key.decode()}
+        return {"port": self._port, "token": self._token.hex(), **key}
 
     def close(self) -> None:
         if self._stopping:
@@ -182,14 +184,15 @@ class ZmqReader(Reader):
         self._environment = environment
         self._context: zmq.Context[Any] | None = None
         self._sockets: list[zmq.Socket[Any]] = []
+        self._monitors: list[zmq.Socket[Any]] = []
         self._token = b""
         self._serial = 0
-        self._chunks: list[_Chunk] = []
 
     def connect(self, offer: dict[str, str], timeout_s: float) -> None:
         try:
             self._token = bytes.fromhex(offer["token"])
             port = int(offer["port"])
+            server = offer["key"].encode() if self._environment.keys else None
         except (KeyError, ValueError) as error:
             raise TransportError(f"the publisher's zmq offer can't be read: {error}") from error
         try:
@@ -202,12 +205,13 @@ class ZmqReader(Reader):
             socket.linger = 0
             socket.setsockopt(zmq.IPV6, ":" in offer.get("at", self._environment.host))
             if self._environment.keys:
-                self._environment.keys.protect_client(socket)
+                self._environment.keys.protect_client(socket, server)
             at = offer.get("at", self._environment.host)
             host = f"[{at}]" if ":" in at else at
             socket.connect(f"tcp://{host}:{port}")
             self._sockets.append(socket)
         self._probe(timeout_s)
+        self._monitors = [socket.get_monitor_socket(zmq.EVENT_DISCONNECTED) for socket in self._sockets]
 
     def _probe(self, timeout_s: float) -> None:
         expected = probe_pattern(self._token)
@@ -226,40 +230,43 @@ class ZmqReader(Reader):
     ) -> None:
         socket.send(_REQUEST.pack(self._token, self._serial, generation, slot, kind, offset, length))
 
-    def prepare(self, plan: Plan) -> None:
+    def prepare(self, plan: Plan) -> list[_Chunk]:
         split = split_moves(plan, CHUNK_BYTES)
         ends = split.offsets + split.sizes
         starts = _chunk_starts(split.offsets, ends)
-        self._chunks = []
+        chunks = []
         for first, last in zip(starts, [*starts[1:], len(ends)], strict=True):
             offset = int(split.offsets[first])
             table = split.table[first:last]
             sources = (split.offsets[first:last] - offset).astype(np.uint64)
-            self._chunks.append(
+            chunks.append(
                 _Chunk(
                     offset, int(ends[first:last].max()) - offset, _native.Program(table), split.owners[first:last],
                     sources, split.deltas[first:last].astype(np.uint64),
                 )
             )  # fmt: skip
+        return chunks
 
-    def read(self, job: ReadJob) -> None:
+    def read(self, moves: list[_Chunk], job: ReadJob) -> None:
         if not self._sockets:
             raise TransportError("not connected")
         self._serial += 1
         job.digests[:] = 0
         waiting: dict[zmq.Socket[Any], deque[_Chunk]] = {socket: deque() for socket in self._sockets}
-        todo = deque(self._chunks)
+        todo = deque(moves)
         for _ in range(WINDOW):
             for socket in self._sockets:
                 self._request_next(socket, todo, waiting[socket], job)
         poller = zmq.Poller()
-        for socket in self._sockets:
+        for socket in (*self._sockets, *self._monitors):
             poller.register(socket, zmq.POLLIN)
         last = time.monotonic()
         while any(waiting.values()):
             if job.cancel.value:
                 job.raise_for(_native.CANCELLED, "zmq")
             for socket, _ in poller.poll(100):
+                if socket in self._monitors:
+                    raise TransportError("zmq: the peer's process ended, or the connection to it")
                 last = time.monotonic()
                 frames = socket.recv_multipart(copy=False)
                 serial, status, _ = _REPLY.unpack(frames[0].buffer)
@@ -298,9 +305,12 @@ class ZmqReader(Reader):
         job.progress.value += chunk.length
 
     def close(self) -> None:
+        for monitor in self._monitors:
+            monitor.close()
         for socket in self._sockets:
+            socket.disable_monitor()
             socket.close()
-        self._sockets = []
+        self._sockets, self._monitors = [], []
         if self._context is not None:
             self._context.term()
             self._context = None
