@@ -186,7 +186,8 @@ class _Run:
         return None
 
     def _coming(self, number: int, now: float) -> npt.NDArray[np.bool_]:
-        """Shares that another member, which will serve them, is fetching from the publisher and is not late with."""
+        """Shares that another member, which will serve them, is fetching from the publisher and is not late with; or will
+        fetch, if this one can't serve them itself."""
         patience = _PATIENCE_S
         if self._longest is not None:
             patience = max(_LEAST_PATIENCE_S, _TIMES_LONGEST * self._longest)
@@ -197,6 +198,8 @@ class _Run:
         if not others:
             return np.zeros(len(self.shares), bool)
         on_time = (self._asked[others] == _PUBLISHER) & (now - self._since[others] < patience)
+        if self.rows[number].member.serves is None:
+            on_time |= ~self._held[others] & (self._asked[others] == _NOBODY)
         coming: npt.NDArray[np.bool_] = on_time.any(axis=0)
         return coming
 
