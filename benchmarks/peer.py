@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.shapes import make_state
+from benchmarks.shapes import Cut, change, make_state
 
 DEADLINE_S = 120.0
 
@@ -25,12 +25,16 @@ def checksum(state: dict[str, torch.Tensor]) -> int:
 
 
 def _serve(
-    connection: Connection, address: str, shapes: dict[str, tuple[int, ...]], options: dict[str, Any]
-) -> None:
+    connection: Connection, address: str, shapes: dict[str, tuple[int, ...]], cut: Cut | None, options: dict[str, Any]
+) -> None:  # fmt: skip
     import weightsync as ws
 
     state = make_state(shapes)
-    with ws.Subscriber(address, state, **options) as subscriber:
+    source: Any = state
+    if cut is not None:
+        source = cut.shards(state)
+        state = {shard.name: shard.view for shard in source}
+    with ws.Subscriber(address, source, **options) as subscriber:
         connection.send("joined")
         while True:
             order, value = connection.recv()
@@ -42,19 +46,68 @@ def _serve(
                     connection.send((checksum(state), subscriber.check()))
             elif order == "stats":
                 stats = subscriber.stats
-                connection.send((list(stats.swap_pauses_s), list(stats.read_s), stats.transport))
+                connection.send(
+                    (list(stats.swap_pauses_s), list(stats.read_s), stats.transport, stats.bytes_received)
+                )
             else:
                 connection.send("bye")
                 return
 
 
-class Peer:
-    """A server process. `follow(v)` returns once it waits for version v; `arrived()` once that is live."""
+def _train(
+    connection: Connection, address: str, seed: int, shapes: dict[str, tuple[int, ...]], cut: Cut
+) -> None:
+    import weightsync as ws
 
-    def __init__(self, address: str, shapes: dict[str, tuple[int, ...]], **options: Any) -> None:
+    shards = cut.shards(make_state(shapes, seed=seed))
+    with ws.Publisher(address, rank=cut.rank, ranks=cut.ranks, timeout_s=DEADLINE_S) as publisher:
+        publisher.register(shards)
+        connection.send("joined")
+        while connection.recv() == "publish":
+            publisher.publish()
+            change({shard.name: shard.view for shard in shards})  # the next version
+            connection.send("published")
+        connection.send("bye")
+
+
+class TrainerRank:
+    """Another rank of the publisher, in a process of its own. Holds `make_state(shapes, seed=seed)` at its first version,
+    and that with one more `change` at each after it."""
+
+    def __init__(self, address: str, seed: int, shapes: dict[str, tuple[int, ...]], cut: Cut) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, child = context.Pipe()
-        self._process = context.Process(target=_serve, args=(child, address, shapes, options), daemon=True)
+        self._process = context.Process(target=_train, args=(child, address, seed, shapes, cut), daemon=True)
+        self._process.start()
+        child.close()
+
+    def publish(self) -> None:
+        self._connection.send("publish")
+
+    def await_word(self, word: str) -> None:
+        """`joined` after the start, `published` after each publish."""
+        if not self._connection.poll(DEADLINE_S) or (got := self._connection.recv()) != word:
+            raise AssertionError(f"a rank of the publisher did not say {word!r} but {got!r}")
+
+    def close(self) -> None:
+        self._connection.send("stop")
+        self.await_word("bye")
+        self._process.join(DEADLINE_S)
+
+
+class Peer:
+    """A server process (with `cut`: one rank of a sharded server). `follow(v)` returns once it waits for version v;
+    `arrived()` once that is live."""
+
+    def __init__(
+        self, address: str, shapes: dict[str, tuple[int, ...]], cut: Cut | None = None, **options: Any
+    ) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._cut = cut
+        self._connection, child = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(child, address, shapes, cut, options), daemon=True
+        )
         self._process.start()
         child.close()
         self._expect("joined")
@@ -70,14 +123,21 @@ class Peer:
         """Fail the run on one wrong byte."""
         self._connection.send(("checksum", None))
         found, wrong = self._receive()
+        if self._cut is not None:
+            state = {shard.name: shard.view for shard in self._cut.shards(state)}
         if wrong or found != checksum(state):
             raise AssertionError(f"the server holds wrong bytes: {wrong or 'its checksum differs'}")
 
     def stats(self) -> tuple[np.ndarray, np.ndarray, str]:
         """Swap pauses in seconds, read times in seconds, the transport."""
         self._connection.send(("stats", None))
-        pauses, reads, transport = self._receive()
+        pauses, reads, transport, _ = self._receive()
         return np.array(pauses), np.array(reads), transport
+
+    def received(self) -> int:
+        """Bytes received so far, of all versions."""
+        self._connection.send(("stats", None))
+        return int(self._receive()[3])
 
     def _receive(self) -> Any:
         if not self._connection.poll(DEADLINE_S):

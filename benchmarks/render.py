@@ -79,6 +79,48 @@ def main() -> None:
         sync_table(data, "sync 1 GiB"),
     ]
     parts += ["## 40 MiB as many and as one\n", sync_table(data, "sync 40 MiB")]
+    ranks = [
+        [
+            f"{i['trainers']} to {i['servers']}", str(i["tensors"]), f"{i['bytes'] / 2**20:.0f}",
+            f"{i['median_s'] * 1e3:.0f}", f"{i['p99_s'] * 1e3:.0f}", f"{i['plain_copy_s'] * 1e3:.0f}",
+            f"**{i['ratio']:.2f}**", f"{i['moved_over_needed']:.3f}", str(i["wrong"]),
+        ]
+        for _, i in rows_of(data, "sync by ranks")
+    ]  # fmt: skip
+    if ranks:
+        parts += [
+            "## Trainer ranks that hold rows, server ranks that want columns\n",
+            "All processes share the same two cores. `moved / needed`: bytes the server ranks read, over those they want.\n",
+            table(
+                [
+                    "ranks",
+                    "tensors",
+                    "MiB",
+                    "publish to live, ms",
+                    "p99",
+                    "plain copy, ms",
+                    "ratio",
+                    "moved / needed",
+                    "wrong",
+                ],
+                ranks,
+            ),
+        ]
+    commits = [
+        [
+            str(i["ranks"]),
+            f"{i['ready_ms']:.2f}",
+            f"**{i['commit_ms']:.2f}**",
+            f"{i['commit_p99_ms']:.2f}",
+        ]
+        for _, i in rows_of(data, "replica commit")
+    ]
+    if commits:
+        parts += [
+            "## Commit of a replica, a model of 128 bytes\n",
+            "From all ranks verified to all ranks switched, ranks driven by one engine; 1: a server that need not vote.\n",
+            table(["ranks", "publish to ready, ms", "commit and switch, ms", "p99"], commits),
+        ]
     pauses = [
         [label(name), str(i["tensors"]), f"{i['pause_p50_us']:.0f}", f"{i['pause_p99_us']:.0f}"]
         for name, i in rows_of(data, "swap")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+
+from weightsync import Box, Shard
 
 
 def llama_like(layers: int = 16) -> dict[str, tuple[int, ...]]:
@@ -56,3 +60,28 @@ def change(state: dict[str, torch.Tensor]) -> None:
 
 def size_of(state: dict[str, torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in state.values())
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Rank `rank` of `ranks` holds its part of every tensor along `axis`; of one with fewer dimensions along the last."""
+
+    rank: int
+    ranks: int
+    axis: int
+
+    def box(self, shape: tuple[int, ...]) -> Box:
+        axis = min(self.axis, len(shape) - 1)
+        begin, end = (shape[axis] * (self.rank + more) // self.ranks for more in (0, 1))
+        start = tuple(begin if d == axis else 0 for d in range(len(shape)))
+        stop = tuple(end if d == axis else n for d, n in enumerate(shape))
+        return Box(start, stop)
+
+    def shards(self, whole: dict[str, torch.Tensor]) -> list[Shard]:
+        """The rank's parts as memory of their own."""
+        found = []
+        for name, tensor in whole.items():
+            box = self.box(tuple(tensor.shape))
+            part = tensor[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))].clone()
+            found.append(Shard(name, box, part, tuple(tensor.shape)))
+        return found
