@@ -113,9 +113,7 @@ class Receiver:
                 case m.NoPlan():
                     self._no_plan = message.reason
                 case m.Announce():
-                    self._announce, self._seal, self._abort = message, None, None
-                    self._announced_plan, self._fetches = self._plan, []
-                    self._is_pulling = False
+                    self._overtake(message)
                 case m.Peer():
                     self._peers[message.number] = message
                 case m.Fetch() if self._announce and message.version == self._announce.version:
@@ -135,9 +133,19 @@ class Receiver:
         elif isinstance(message, m.Undo):
             self._on_undo(message.epoch, message.version)
 
+    def _overtake(self, announce: m.Announce) -> None:
+        """Called locked: read this version next, and none that was announced before."""
+        before = self._announce
+        if before is not None and before.version != announce.version:
+            self._send(m.Release(before.epoch, before.version))
+            self._cancel.value = 1
+        self._announce, self._seal, self._abort = announce, None, None
+        self._announced_plan, self._fetches = self._plan, []
+        self._is_pulling = False
+
     def _order(self, fetch: m.Fetch) -> None:
         """Called locked: a share to read, at once or when its version's turn comes."""
-        if self._shares is None:
+        if self._shares is None or self._shares.version != fetch.version:
             self._fetches.append(fetch)
         else:
             self._shares.order(fetch, self._peers.get(fetch.source))
@@ -306,7 +314,9 @@ class Receiver:
             self._refuse(session, number, announce, error)
         else:
             with self.changed:
-                self._newest_tried, self._announce = announce.version, None
+                self._newest_tried = announce.version
+                if self._announce is announce:
+                    self._announce = None
                 self.table.move(number, SlotState.VERIFIED)
                 self.table.slots[number].digests, self.table.slots[number].recipe = (
                     filled.digests,
@@ -386,7 +396,7 @@ class Receiver:
                     None, announce.slot, announce.generation, self._targets(plan, number), digests, self._timeout_s,
                     self._cancel,
                 )  # fmt: skip
-            expected = self._await_seal(announce, len(plan.wants), lambda: False)
+            expected = self._await_seal(announce, len(plan.wants), lambda: bool(self._cancel.value))
             if self._verify_full:
                 digests = self._digests_of(session, number)
             elif self._mode.borrows_slots:
@@ -422,8 +432,7 @@ class Receiver:
         with self.changed:
             self.table.move(number, to)
             if self._announce is announce:
-                self._announce = None
-            self._abort = None
+                self._announce, self._abort = None, None
             if to is SlotState.EMPTY:
                 self.stand()
         if self._mode.borrows_slots:

@@ -49,6 +49,7 @@ class Shares:
         send: Callable[[m.FromMember], None],
     ) -> None:
         self._session, self._announce, self._place = session, announce, place
+        self.version = announce.version
         self._timeout_s, self._changed = timeout_s, changed
         self._has_ended, self._await_seal, self._send = is_over, await_seal, send
         self._held = np.zeros(len(session.matches.wants), bool)

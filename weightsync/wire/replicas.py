@@ -252,9 +252,9 @@ class Replica:
         """What this rank should have got already."""
         orders: list[Grant | Commit | Cancel] = []
         target, decided = self.target, self.decided
-        is_asking = target is not None and (standing.granted != target.number or standing.has_room)
-        if target is not None and is_asking and target not in standing.votes:
-            orders.append(self._grant(rank, standing, target))
+        if target is not None and target not in standing.votes:
+            can_have = standing.has_room or target.version in standing.complete
+            orders += [self._grant(rank, standing, target)] if can_have else []
         if decided is not None and decided in standing.votes and standing.decided != decided:
             orders.append(Commit(rank, standing.session, decided))
         if not self.missing:  # else a rank not heard of may know better

@@ -1,0 +1,114 @@
+"""What the processes of the tests with replicas do: each rank serves its rows of every tensor of `roles.model`.
+
+All elements of a publish are one number, so ranks that serve two versions at one step show it in the weights.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import weightsync as ws
+from tests import roles
+from tests.processes import Peer, eventually
+from weightsync import Box, Shard
+
+State = SimpleNamespace
+Seen = tuple[int, float]
+"""A version and its content."""
+
+
+def rows_of(rank: int, ranks: int) -> list[Shard]:
+    """Own memory for this rank's rows, filled with -1."""
+    shards = []
+    for name, tensor in roles.model().state_dict().items():
+        shape, step = tuple(tensor.shape), -(-tensor.shape[0] // ranks)
+        stop = min(shape[0], (rank + 1) * step)
+        box = Box((rank * step, *([0] * (len(shape) - 1))), (stop, *shape[1:]))
+        shards.append(Shard(name, box, torch.full(box.shape, -1, dtype=tensor.dtype), shape))
+    return shards
+
+
+def open_rank(state: State, address: str, rank: int, ranks: int = 2, **options: Any) -> None:
+    """One rank of replica `tp`, driven by an engine."""
+    options = {"replica": "tp", "rank": rank, "ranks": ranks, "name": f"tp.{rank}", **options}
+    _open(state, address, rows_of(rank, ranks), **options)
+
+
+def open_in_group(state: State, address: str, store: str, rank: int, ranks: int = 2, **options: Any) -> None:
+    """One rank of a replica whose ranks agree over gloo."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=20)
+    )
+    state.stack.callback(dist.destroy_process_group)
+    _open(
+        state, address, rows_of(rank, ranks), **{"group": dist.group.WORLD, "name": f"tp.{rank}", **options}
+    )
+
+
+def _open(state: State, address: str, shards: list[Shard], **options: Any) -> None:
+    state.served = {shard.name: shard.view for shard in shards}
+    sub = ws.Subscriber(address, shards, **{"timeout_s": 20.0, **options})
+    state.sub = state.stack.enter_context(sub.start(20.0))
+
+
+def proposal(state: State) -> int:
+    return int(state.sub.proposal)
+
+
+def turn(state: State, number: int) -> Seen | None:
+    """A step boundary and a step; None: nothing serves here yet."""
+    return None if state.sub.switch(number) is None else roles.look(state)
+
+
+def serve_until(state: State, last: int, most_s: float = 20.0) -> list[Seen]:
+    """Step until version `last`; what was seen at each step."""
+    seen: list[Seen] = []
+    deadline = time.monotonic() + most_s
+    while not seen or seen[-1][0] < last:
+        assert time.monotonic() < deadline, f"still {seen[-1:]}: {state.sub.stats}"
+        seen.append(roles.look(state))
+    return seen
+
+
+class Engine:
+    """Drives the ranks of a replica: one boundary, with the newest decision that any of them knows, then a step of all."""
+
+    def __init__(self, *ranks: Peer) -> None:
+        self.ranks = list(ranks)
+
+    def proposals(self) -> list[int]:
+        return [rank.call(proposal) for rank in self.ranks]
+
+    def turn(self) -> Seen | None:
+        """What all ranks served at this step; None if one has nothing to serve yet. Never two things."""
+        number = max(self.proposals())
+        for rank in self.ranks:
+            rank.tell(turn, number)
+        seen = [rank.reply() for rank in self.ranks]
+        assert len(set(seen) - {None}) <= 1, f"the ranks served {seen} at one step"
+        return seen[0] if len(set(seen)) == 1 else None
+
+    def serve_until(self, version: int) -> list[Seen]:
+        """Step until all serve `version`; gives what was served, each once."""
+        served: list[Seen] = []
+
+        def is_there() -> bool:
+            seen = self.turn()
+            if seen is not None and seen not in served[-1:]:
+                served.append(seen)
+            return seen is not None and seen[0] >= version
+
+        eventually(is_there, f"the replica serves version {version}")
+        return served
+
+    def await_decision(self, after: int) -> int:
+        """Until some rank knows of a newer decision than `after`; no boundary yet."""
+        return int(
+            eventually(lambda: max(self.proposals()) > after and max(self.proposals()), "it is decided")
+        )
