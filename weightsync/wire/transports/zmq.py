@@ -25,9 +25,8 @@ import zmq
 from weightsync import _native
 from weightsync.config import ZMQ_DESCRIPTORS
 from weightsync.errors import CapacityError, EvictedError, TransportError
-from weightsync.moves import Int64s
 from weightsync.segment import check_descriptors
-from weightsync.wire.plan import Plan, split_moves
+from weightsync.wire.plan import Plan
 from weightsync.wire.transport import (
     TOKEN_BYTES,
     Caps,
@@ -37,13 +36,12 @@ from weightsync.wire.transport import (
     Reader,
     ReadJob,
     SlotHeaders,
-    Uint64s,
 )
+from weightsync.wire.transports.chunks import Chunk, cut_plan
 
 CHUNK_BYTES = 1 << 20
 WINDOW = 4
 STREAMS = 2
-_MAX_GAP = 64 << 10
 _PROBE_BYTES = 64 << 10
 _REQUEST = struct.Struct("<16sQQIIQQ")  # token, serial, generation, slot, kind, offset, length
 _REPLY = struct.Struct("<QII")  # serial, request number is the frame order; status, spare
@@ -163,18 +161,6 @@ class ZmqExporter(Exporter):
             self._socket.send_multipart([route, head, data], zmq.NOBLOCK, copy=False)
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """A range of the slot and the compiled moves that it carries. `moves`: their numbers in the plan."""
-
-    offset: int
-    length: int
-    program: _native.Program
-    moves: Int64s
-    sources: Uint64s
-    targets: Uint64s
-
-
 class ZmqReader(Reader):
     """Several DEALER sockets, each with a window of outstanding requests; frames go straight to their final place."""
 
@@ -230,29 +216,15 @@ class ZmqReader(Reader):
     ) -> None:
         socket.send(_REQUEST.pack(self._token, self._serial, generation, slot, kind, offset, length))
 
-    def prepare(self, plan: Plan) -> list[_Chunk]:
-        split = split_moves(plan, CHUNK_BYTES)
-        ends = split.offsets + split.sizes
-        starts = _chunk_starts(split.offsets, ends)
-        chunks = []
-        for first, last in zip(starts, [*starts[1:], len(ends)], strict=True):
-            offset = int(split.offsets[first])
-            table = split.table[first:last]
-            sources = (split.offsets[first:last] - offset).astype(np.uint64)
-            chunks.append(
-                _Chunk(
-                    offset, int(ends[first:last].max()) - offset, _native.Program(table), split.owners[first:last],
-                    sources, split.deltas[first:last].astype(np.uint64),
-                )
-            )  # fmt: skip
-        return chunks
+    def prepare(self, plan: Plan) -> list[Chunk]:
+        return cut_plan(plan, CHUNK_BYTES)
 
-    def read(self, moves: list[_Chunk], job: ReadJob) -> None:
+    def read(self, moves: list[Chunk], job: ReadJob) -> None:
         if not self._sockets:
             raise TransportError("not connected")
         self._serial += 1
         job.digests[:] = 0
-        waiting: dict[zmq.Socket[Any], deque[_Chunk]] = {socket: deque() for socket in self._sockets}
+        waiting: dict[zmq.Socket[Any], deque[Chunk]] = {socket: deque() for socket in self._sockets}
         todo = deque(moves)
         for _ in range(WINDOW):
             for socket in self._sockets:
@@ -279,14 +251,14 @@ class ZmqReader(Reader):
                 job.raise_for(_native.TIMEOUT, "zmq")
 
     def _request_next(
-        self, socket: zmq.Socket[Any], todo: deque[_Chunk], waiting: deque[_Chunk], job: ReadJob
+        self, socket: zmq.Socket[Any], todo: deque[Chunk], waiting: deque[Chunk], job: ReadJob
     ) -> None:
         if todo:
             chunk = todo.popleft()
             self._ask(socket, job.generation, job.slot, _READ, chunk.offset, chunk.length)
             waiting.append(chunk)
 
-    def _land(self, chunk: _Chunk, status: int, frame: zmq.Frame, job: ReadJob) -> None:
+    def _land(self, chunk: Chunk, status: int, frame: zmq.Frame, job: ReadJob) -> None:
         if status == _EVICTED:
             raise EvictedError("the publisher reused the slot while it was being read")
         data = np.frombuffer(frame.buffer, np.uint8)
@@ -294,15 +266,7 @@ class ZmqReader(Reader):
             raise TransportError(
                 f"the publisher refused bytes {chunk.offset} to {chunk.offset + chunk.length}"
             )
-        digests = np.zeros(len(chunk.moves), np.uint64)
-        chunk.program.run(
-            chunk.sources + np.uint64(data.ctypes.data),
-            job.destinations[chunk.moves] + chunk.targets,
-            digests,
-        )
-        halves, parts = job.digests.view(np.uint32).reshape(-1, 2), digests.view(np.uint32).reshape(-1, 2)
-        np.add.at(halves, chunk.moves, parts)  # a digest is two sums mod 2^32
-        job.progress.value += chunk.length
+        chunk.land(data.ctypes.data, job)
 
     def close(self) -> None:
         for monitor in self._monitors:
@@ -319,18 +283,6 @@ class ZmqReader(Reader):
 def probe_pattern(token: bytes) -> bytes:
     """Bytes that only the holder of the token can expect; every byte value occurs."""
     return hashlib.shake_128(token).digest(_PROBE_BYTES)
-
-
-def _chunk_starts(offsets: Int64s, ends: Int64s) -> list[int]:
-    """Where to cut moves in slot order into ranges of at most CHUNK_BYTES without wide gaps."""
-    starts: list[int] = []
-    begin = end = -1
-    for number, (offset, stop) in enumerate(zip(offsets.tolist(), ends.tolist(), strict=True)):
-        if begin < 0 or stop - begin > CHUNK_BYTES or offset - end > _MAX_GAP:
-            starts.append(number)
-            begin = offset
-        end = stop
-    return starts
 
 
 EXPORTER = ZmqExporter
