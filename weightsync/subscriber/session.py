@@ -346,6 +346,10 @@ def _connect(
         if mode.borrows_slots and not reader.caps.maps_slots:
             skipped.append(f"{name}: can't map slots, which swap={mode.name!r} needs")
             continue
+        reason = reader.why_not(offers[name]) if wanted == "auto" else None
+        if reason is not None:
+            skipped.append(f"{name}: {reason}")
+            continue
         try:
             reader.connect(offers[name], timeout_s)
         except TransportError as error:

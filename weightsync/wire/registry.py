@@ -8,18 +8,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 
 from weightsync.errors import ConfigError
 from weightsync.wire.transport import Environment, Exporter, Reader
 
-_BUILT_IN = {"shm": "weightsync.wire.transports.shm", "zmq": "weightsync.wire.transports.zmq"}
-LADDER = ("shm", "zmq")
+_BUILT_IN = {name: f"weightsync.wire.transports.{name}" for name in ("shm", "nixl", "zmq")}
+_PACKAGES = {"nixl": "nixl"}
+LADDER = ("shm", "nixl", "zmq")
 """Order in which `auto` tries what is offered; transports of others come first, in the order of the offer."""
 
 
 def transport_names() -> list[str]:
     """Every transport installed here."""
-    return sorted({*_BUILT_IN, *(point.name for point in entry_points(group="weightsync.transports"))})
+    built_in = [name for name in _BUILT_IN if name not in _PACKAGES or find_spec(_PACKAGES[name])]
+    return sorted({*built_in, *(point.name for point in entry_points(group="weightsync.transports"))})
 
 
 def make_exporter(name: str, environment: Environment) -> Exporter:

@@ -123,6 +123,10 @@ class Reader(ABC):
 
     caps: ClassVar[Caps]
 
+    def why_not(self, offer: dict[str, str]) -> str | None:
+        """Why `auto` should pass this path over, although it may work; None: it is fine. Called before `connect`."""
+        return None
+
     @abstractmethod
     def connect(self, offer: dict[str, str], timeout_s: float) -> None:
         """Reach the publisher and prove the path with a bit-exact exchange. Raises TransportError."""
