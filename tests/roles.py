@@ -32,6 +32,8 @@ from weightsync import _native
 from weightsync.errors import FencedError, SyncTimeoutError
 from weightsync.publisher import staging
 from weightsync.versioning.slots import SlotState
+from weightsync.wire.transports import chunks
+from weightsync.wire.transports import nixl as nixl_transport
 from weightsync.wire.transports import shm as shm_transport
 from weightsync.wire.transports import zmq as zmq_transport
 
@@ -400,13 +402,13 @@ def can_pause_staging(state: State) -> None:
 
 def can_pause_reading(state: State, transport: str) -> None:
     """Call before joining."""
-    module = {"shm": shm_transport, "zmq": zmq_transport}[transport]
+    module = shm_transport if transport == "shm" else chunks
     module._native = SimpleNamespace(
         Program=_pausing(state, "reading"),
         populate=_native.populate,
         **{name: getattr(_native, name) for name in ("OK", "EVICTED", "CANCELLED", "TIMEOUT")},
     )
-    zmq_transport.CHUNK_BYTES = 64 << 10
+    zmq_transport.CHUNK_BYTES = nixl_transport.CHUNK_BYTES = 64 << 10
     zmq_transport.WINDOW = 1
 
 

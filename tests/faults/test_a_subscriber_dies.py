@@ -5,19 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import pytest
-
 from tests import roles
 from tests.processes import Peer, eventually
+from tests.transports import each_transport, offering
 from weightsync.config import MEMBER_TIMEOUT_S
-
-transports = pytest.mark.parametrize("transport", ["shm", "zmq"])
 
 
 def three(peer: Callable[[], Peer], transport: str, **options: object) -> tuple[Peer, Peer, Peer]:
     """A publisher, a server that serves all the time, and one that pauses half-way through its next read."""
     publisher, healthy, victim = peer(), peer(), peer()
-    address = publisher.call(roles.open_publisher, "tcp://127.0.0.1:0", **options)
+    address = publisher.call(roles.open_publisher, "tcp://127.0.0.1:0", **options, **offering(transport))
     healthy.call(roles.open_subscriber, address, transport=transport, name="healthy")
     victim.call(roles.can_pause_reading, transport)
     victim.call(roles.open_subscriber, address, transport=transport, name="victim")
@@ -30,7 +27,7 @@ def three(peer: Callable[[], Peer], transport: str, **options: object) -> tuple[
     return publisher, healthy, victim
 
 
-@transports
+@each_transport
 def test_a_server_killed_while_reading_frees_its_slot(peer: Callable[[], Peer], transport: str) -> None:
     publisher, healthy, victim = three(peer, transport)
     victim.kill()

@@ -9,15 +9,14 @@ import pytest
 
 from tests import roles
 from tests.processes import Peer, eventually
+from tests.transports import each_transport, offering
 from weightsync.errors import SyncTimeoutError
-
-transports = pytest.mark.parametrize("transport", ["shm", "zmq"])
 
 
 def slow_pair(peer: Callable[[], Peer], transport: str, **options: object) -> tuple[Peer, Peer]:
     """A publisher whose reader is half-way through version 2, and stays there."""
     publisher, reader = peer(), peer()
-    address = publisher.call(roles.open_publisher, "tcp://127.0.0.1:0", **options)
+    address = publisher.call(roles.open_publisher, "tcp://127.0.0.1:0", **options, **offering(transport))
     reader.call(roles.can_pause_reading, transport)
     reader.call(roles.open_subscriber, address, transport=transport, name="slow-one")
     publisher.call(roles.publish, 10, members=1)
@@ -28,7 +27,7 @@ def slow_pair(peer: Callable[[], Peer], transport: str, **options: object) -> tu
     return publisher, reader
 
 
-@transports
+@each_transport
 def test_wait_times_out_and_names_who_holds_the_slots(peer: Callable[[], Peer], transport: str) -> None:
     publisher, reader = slow_pair(peer, transport, when_full="wait")
     publisher.call(roles.publish, 30, wait="staged")  # the other slot
@@ -43,7 +42,7 @@ def test_wait_times_out_and_names_who_holds_the_slots(peer: Callable[[], Peer], 
     assert reader.call(roles.await_content, 50) == (4, 50)
 
 
-@transports
+@each_transport
 def test_skip_sends_nothing_and_says_so(peer: Callable[[], Peer], transport: str) -> None:
     publisher, reader = slow_pair(peer, transport, when_full="skip")
     publisher.call(roles.publish, 30, wait="staged")
@@ -57,7 +56,7 @@ def test_skip_sends_nothing_and_says_so(peer: Callable[[], Peer], transport: str
     assert reader.call(roles.await_content, 50)[1] == 50
 
 
-@transports
+@each_transport
 def test_evict_takes_the_slot_and_the_reader_starts_again_on_the_newest(
     peer: Callable[[], Peer], transport: str
 ) -> None:
@@ -76,11 +75,13 @@ def test_evict_takes_the_slot_and_the_reader_starts_again_on_the_newest(
     assert reader.call(roles.counts)[2] == 0, "an eviction is not a failure of a version"
 
 
-@transports
+@each_transport
 def test_eviction_in_full_flight_never_shows_torn_bytes(peer: Callable[[], Peer], transport: str) -> None:
     size = {"blocks": 8, "width": 128}
     publisher, reader = peer(), peer()
-    address = publisher.call(roles.open_publisher, "tcp://127.0.0.1:0", when_full="evict", size=size)
+    address = publisher.call(
+        roles.open_publisher, "tcp://127.0.0.1:0", when_full="evict", size=size, **offering(transport)
+    )
     reader.call(roles.open_subscriber, address, transport=transport, size=size)
     reader.call(roles.serve)
     publisher.call(roles.publish, 1, members=1, wait="live")

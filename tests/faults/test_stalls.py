@@ -8,10 +8,10 @@ import pytest
 
 from tests import roles
 from tests.processes import Peer, eventually
+from tests.transports import each_transport, offering
 from weightsync.errors import SyncTimeoutError
 
 IMPATIENT_S = 2.0
-transports = pytest.mark.parametrize("transport", ["shm", "zmq"])
 
 
 def impatient(peer: Callable[[], Peer]) -> Peer:
@@ -20,14 +20,14 @@ def impatient(peer: Callable[[], Peer]) -> Peer:
     return one
 
 
-@transports
+@each_transport
 @pytest.mark.parametrize("swap", ["remap", "copy"])
 def test_a_publisher_stopped_while_staging_is_given_up_and_followed_again(
     peer: Callable[[], Peer], transport: str, swap: str
 ) -> None:
     publisher, server = impatient(peer), impatient(peer)
     publisher.call(roles.can_pause_staging)
-    address = publisher.call(roles.open_publisher, "tcp://127.0.0.1:0")
+    address = publisher.call(roles.open_publisher, "tcp://127.0.0.1:0", **offering(transport))
     server.call(roles.open_subscriber, address, transport=transport, swap=swap)
     publisher.call(roles.publish, 10, members=1)
     assert server.call(roles.await_version, 1) == (1, 10)
@@ -47,10 +47,10 @@ def test_a_publisher_stopped_while_staging_is_given_up_and_followed_again(
     assert set(seen) <= {(1, 10), (2, 20), (3, 30)}
 
 
-@transports
+@each_transport
 def test_a_stopped_server_holds_up_nobody_and_catches_up(peer: Callable[[], Peer], transport: str) -> None:
     publisher, healthy, victim = impatient(peer), impatient(peer), impatient(peer)
-    address = publisher.call(roles.open_publisher, "tcp://127.0.0.1:0")
+    address = publisher.call(roles.open_publisher, "tcp://127.0.0.1:0", **offering(transport))
     healthy.call(roles.open_subscriber, address, transport=transport, name="healthy")
     victim.call(roles.open_subscriber, address, transport=transport, name="victim")
     for server in (healthy, victim):
@@ -140,12 +140,12 @@ def test_a_slow_start_of_the_publisher_ends_in_one_quiet_session(peer: Callable[
     assert server.call(roles.stop_serving)[-1] == (4, 40)
 
 
-@transports
+@each_transport
 def test_a_server_that_stalls_between_two_beats_is_no_longer_waited_for_but_not_forgotten(
     peer: Callable[[], Peer], transport: str
 ) -> None:
     publisher, server = impatient(peer), impatient(peer)
-    address = publisher.call(roles.open_publisher, "tcp://127.0.0.1:0")
+    address = publisher.call(roles.open_publisher, "tcp://127.0.0.1:0", **offering(transport))
     server.call(roles.open_subscriber, address, transport=transport)
     server.call(roles.serve)
     publisher.call(roles.publish, 10, members=1, wait="live")
