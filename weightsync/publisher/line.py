@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -42,18 +43,19 @@ class Line(ABC):
         self._refusal: WeightSyncError | None = None
         self._end: BaseException | None = None
         self._number = 0
-        self._open: dict[int, tuple[Callable[..., m.FromMember], tuple[Any, ...]]] = {}
+        self._open: dict[int, tuple[m.Question, float]] = {}
         self._answers: dict[int, m.Answer] = {}
         self._is_closed = False
 
     # ---- to the coordinator
 
-    def enlist(self, enlist: m.Enlist, timeout_s: float) -> m.Stage:
-        """Take the rank's seat; returns what to stage, once all ranks are there.
+    def enlist(self, introduce: Callable[[int], m.Enlist], timeout_s: float) -> m.Stage:
+        """Take the rank's seat; returns what to stage, once all ranks are there. `introduce(last_epoch)` is called again
+        whenever the connection or the coordinator is another one, on any thread.
 
         Raises LayoutError if ranks disagree, AddressInUseError if a living process has the seat, SyncTimeoutError.
         """
-        self._enlist(enlist)
+        self._enlist(introduce)
         with self.changed:
             self.changed.wait_for(lambda: self.stage or self._refusal or self._end, timeout_s)
             self._raise_end()
@@ -61,8 +63,7 @@ class Line(ABC):
                 raise self._refusal
             if self.stage is not None:
                 return self.stage
-        where = "not every rank has registered" if self.epoch else "no coordinator answered"
-        raise SyncTimeoutError(f"{self.address}: {where} within {timeout_s:g} s{self._missing()}")
+        raise SyncTimeoutError(f"{self.address}: {self._why_not_seated(timeout_s)}")
 
     def leave(self) -> None:
         """Give the seat up; another `enlist` may follow."""
@@ -80,15 +81,16 @@ class Line(ABC):
             epoch = self.epoch
         self._post(kind(epoch, *fields))
 
-    def ask(self, kind: Callable[..., m.FromMember], *fields: Any, timeout_s: float) -> m.Answer:
+    def ask(self, kind: Callable[..., m.Question], *fields: Any, timeout_s: float) -> m.Answer:
         """Post a question with the epoch, a number and these fields; wait for its answer and raise what it says."""
         with self.changed:
             self._raise_end()
             self._number += 1
-            number, epoch = self._number, self.epoch
-            self._open[number] = (kind, fields)
+            number = self._number
+            question = kind(self.epoch, number, *fields)
+            self._open[number] = (question, time.monotonic() + timeout_s)
         try:
-            self._post(kind(epoch, number, *fields))
+            self._post(question)
             with self.changed:
                 self.changed.wait_for(lambda: number in self._answers or self._end, timeout_s + _GRACE_S)
                 answer = self._answers.pop(number, None)
@@ -166,11 +168,11 @@ class Line(ABC):
         if self._end is not None:
             raise self._end
 
-    def _missing(self) -> str:
-        return ""
+    @abstractmethod
+    def _why_not_seated(self, timeout_s: float) -> str: ...
 
     @abstractmethod
-    def _enlist(self, enlist: m.Enlist) -> None: ...
+    def _enlist(self, introduce: Callable[[int], m.Enlist]) -> None: ...
 
     @abstractmethod
     def _left(self) -> None: ...
@@ -191,8 +193,8 @@ class LocalLine(Line):
         self.epoch = coordinator.fleet.epoch
         coordinator.join(self.deliver, self.end)
 
-    def _enlist(self, enlist: m.Enlist) -> None:
-        self._coordinator.receive(enlist)
+    def _enlist(self, introduce: Callable[[int], m.Enlist]) -> None:
+        self._coordinator.receive(introduce(0))
 
     def _post(self, message: m.FromMember) -> None:
         self._coordinator.receive(message)
@@ -205,11 +207,11 @@ class LocalLine(Line):
         found: m.Report | None = self._coordinator.look(lambda fleet: fleet.report(version))
         return found
 
-    def _missing(self) -> str:
+    def _why_not_seated(self, timeout_s: float) -> str:
         missing: list[str] = self._coordinator.look(
             lambda fleet: [f"rank {r}" for r, seat in enumerate(fleet.ranks.seats) if seat is None]
         )
-        return f"; missing: {', '.join(missing)}" if missing else ""
+        return f"not every rank has registered within {timeout_s:g} s; missing: {', '.join(missing)}"
 
     def _left(self) -> None:
         """There is no connection to give up."""
@@ -227,16 +229,11 @@ class RemoteLine(Line):
         self._parsed, self._keys, self._follow = address, keys, follow
         self._link: Link | None = None
 
-    def _enlist(self, enlist: m.Enlist) -> None:
-        def hello(last_epoch: int) -> m.Enlist:
-            with self.changed:
-                enlist.last_epoch, enlist.version = last_epoch, self.version
-            return enlist
-
+    def _enlist(self, introduce: Callable[[int], m.Enlist]) -> None:
         self._link = Link(
             self._parsed,
             self._keys,
-            hello=hello,
+            hello=introduce,
             heartbeat=m.Beat,
             on_message=self.deliver,
             on_lost=self._lost,
@@ -250,8 +247,12 @@ class RemoteLine(Line):
             threading.Thread(target=self._close, name="weightsync-fenced", daemon=True).start()
             return
         super()._enlisted(message)
-        for number, (kind, fields) in self._open.items():  # asked of a life that did not answer any more
-            self._post(kind(self.epoch, number, *fields))
+        now = time.monotonic()
+        for question, deadline in self._open.values():  # asked of a life that did not answer any more
+            question.epoch = self.epoch
+            if isinstance(question, m.Begin | m.AwaitMembers | m.AwaitStage):
+                question.timeout_s = max(0.0, deadline - now)
+            self._post(question)
 
     def report(self, version: int) -> m.Report | None:
         """None also if the coordinator has gone: what a ticket has waited for stays true without it."""
@@ -279,10 +280,15 @@ class RemoteLine(Line):
             raise SyncTimeoutError(f"{self.address}: the coordinator does not answer")
         return reply.status
 
-    def _missing(self) -> str:
+    def _why_not_seated(self, timeout_s: float) -> str:
         reply = ask(self._parsed, m.AskStatus(), keys=self._keys, timeout_s=1.0)
-        missing = reply.status.missing_ranks if isinstance(reply, m.Status) else []
-        return f"; missing: {', '.join(missing)}" if missing else ""
+        if not isinstance(reply, m.Status):
+            keys = "does it use the same keys" if self._keys else "does it need keys=DIR"
+            return f"no coordinator answered within {timeout_s:g} s; is one running there, and {keys}?"
+        if not self.epoch:
+            return f"the coordinator gave this rank no seat within {timeout_s:g} s; has a process that died just now kept it?"
+        missing = ", ".join(reply.status.missing_ranks)
+        return f"not every rank has registered within {timeout_s:g} s; missing: {missing}"
 
     def _close(self) -> None:
         if self._link is not None:

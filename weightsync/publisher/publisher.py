@@ -106,6 +106,7 @@ class Publisher:
         self._exporters: list[Exporter] = []
         self._tender: threading.Thread | None = None
         self._version = 0
+        self._held: dict[int, int] = {}
         self._instance = secrets.token_hex(16)
         self._is_closed = False
         self._coordinator: Coordinator | None = None
@@ -170,13 +171,12 @@ class Publisher:
             if not entries and self._ranks == 1:
                 raise LayoutError("there is nothing to publish: no tensors were found")
             staging = Staging(entries, slots=self._slots, wire_dtype=self._wire_dtype, threads=self._threads)
-            enlist = m.Enlist(
-                self._rank, self._ranks, self._instance, self._name, socket.gethostname(), os.getpid(), 0, 0,
-                self._slots, staging.layout, self._takeover, self._policy,
-                self._relay,
-            )  # fmt: skip
+
+            def introduce(last_epoch: int) -> m.Enlist:
+                return self._introduce(staging, last_epoch)
+
             try:
-                staging.follow(self._line.enlist(enlist, timeout_s))
+                staging.follow(self._line.enlist(introduce, timeout_s))
             except BaseException:
                 self._line.leave()
                 raise
@@ -188,6 +188,16 @@ class Publisher:
             target=self._tend, args=(staging, offers), name="weightsync-rank", daemon=True
         )
         self._tender.start()
+
+    def _introduce(self, staging: Staging, last_epoch: int) -> m.Enlist:
+        """Who this rank is, and what a coordinator that has just started must know of it."""
+        takeover = self._takeover and not last_epoch  # only once: later that would be another one's seat
+        held = [(self._held.get(slot, 0), staging.generation(slot)) for slot in range(self._slots)]
+        readers = sorted({instance for exporter in self._exporters for instance in exporter.readers()})
+        return m.Enlist(
+            self._rank, self._ranks, self._instance, self._name, socket.gethostname(), os.getpid(), last_epoch,
+            self._version, self._slots, staging.layout, takeover, self._policy, self._relay, held, readers,
+        )  # fmt: skip
 
     def _export(self, staging: Staging) -> dict[str, dict[str, str]]:
         """Serve the slots; returns what readers need to connect."""
@@ -279,6 +289,7 @@ class Publisher:
             if self._line.stage is not None:
                 staging.follow(self._line.stage)
             staging.headers.open(granted.slot, granted.generation)
+            self._held[granted.slot] = version
             digests = staging.stage(granted.slot, granted.generation)
         except BaseException as error:
             self._line.send(m.Aborted, version, f"staging failed: {error}")

@@ -137,6 +137,10 @@ class Staging:
         self._digests[order.slot] = whole = np.concatenate([digests, made])
         return whole.astype("<u8").tobytes()
 
+    def generation(self, slot: int) -> int:
+        """Of the newest use of the slot; 0 before the first."""
+        return self.headers.generation(slot) if self.slots else 0
+
     def close(self) -> None:
         """Give the slots back; readers that still map them keep their own reference."""
         for slot in (*self.slots, self.header) if self.slots else ():

@@ -90,7 +90,7 @@ class Receiver:
         self._fetches: list[m.Fetch] = []
         self._shares: Shares | None = None
         self._newest_tried = 0
-        self._epoch = 0
+        self._sources: dict[int, dict[str, dict[str, str]]] = {}
         self._is_pulling = False
         self._verified_at = 0.0
         self._cancel = ctypes.c_uint32(0)
@@ -238,8 +238,7 @@ class Receiver:
             old, self.session = self.session, None
             self._newest_tried, self._is_pulling, self._abort = 0, False, None
             if self._mode.borrows_slots:
-                self._let_go(welcome.epoch)
-            self._epoch = welcome.epoch
+                self._let_go(welcome.offers)
             self.votes.enter(welcome.session, self.table)
         if old is not None:
             self._on_session(None)  # nobody may watch a descriptor that is closed now
@@ -259,6 +258,8 @@ class Receiver:
             return
         with self.changed:
             self.session, self.fatal = session, None
+            ranks = np.unique(np.frombuffer(session.recipe.message.ranks, "<u4")).tolist()
+            self._sources = {rank: welcome.offers[rank] for rank in ranks}
             self.changed.notify_all()
         self._on_session(session)
         with self.changed:
@@ -278,11 +279,11 @@ class Receiver:
                 raise LayoutError(self._no_plan)
             raise TransportError(f"the publisher sent no plan: {self._abort or 'it is silent'}")
 
-    def _let_go(self, epoch: int) -> None:
+    def _let_go(self, offers: list[dict[str, dict[str, str]]]) -> None:
         """Start again with the slots of a new publisher. Of the same one, the slot that serves is still held."""
-        serving = self.table.find(SlotState.ACTIVE) if epoch == self._epoch else []
-        kept = [(number, self.table.slots[number]) for number in serving]
-        if epoch == self._epoch:
+        is_same = all(offers[rank : rank + 1] == [offer] for rank, offer in self._sources.items())
+        kept = [(number, self.table.slots[number]) for number in self.table.find(SlotState.ACTIVE) if is_same]
+        if is_same:
             for slot in self.table.slots:
                 if slot.state not in (SlotState.EMPTY, SlotState.ACTIVE):
                     self._send(m.Release(slot.epoch, slot.version))

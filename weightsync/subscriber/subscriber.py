@@ -450,18 +450,18 @@ class Subscriber:
             os.getpid(),
             self._mode.name,
             last_epoch,
-            self._held(last_epoch) if self._mode.borrows_slots else None,
+            self._held() if self._mode.borrows_slots else None,
             self._replica,
             self._rank,
             self._ranks,
         )
 
-    def _held(self, epoch: int) -> list[int]:
+    def _held(self) -> list[int]:
         """Versions whose slots at the publisher serve here, or may any moment."""
         return [
             slot.version
             for slot in list(self._table.slots)
-            if slot.epoch == epoch and slot.state not in (SlotState.EMPTY, SlotState.FAILED)
+            if slot.state not in (SlotState.EMPTY, SlotState.FAILED)
         ]
 
     def _heartbeat(self, epoch: int) -> m.Heartbeat:

@@ -25,6 +25,12 @@ class Ballots:
         self._offered: int | None = None
         self._bad: set[int] = set()
 
+    def follow(self, epoch: int) -> None:
+        """The same versions count in another epoch from now on; members take their seats again."""
+        self._epoch = epoch
+        self.replicas.clear()
+        self._begin_rollout(self.policy)
+
     @property
     def policy(self) -> Policy:
         return self._rollout.policy
@@ -33,9 +39,12 @@ class Ballots:
         """As the publisher said. Raises ConfigError."""
         policy = parse_policy(text)
         if policy != self.policy:
-            self._rollout = Rollout(policy)
-            for version in self._bad:
-                self._rollout.withdraw(self._key(version))
+            self._begin_rollout(policy)
+
+    def _begin_rollout(self, policy: Policy) -> None:
+        self._rollout = Rollout(policy)
+        for version in self._bad:
+            self._rollout.withdraw(self._key(version))
 
     def seat_of(self, hello: m.Hello, label: str) -> Seat | None:
         """Where a member votes; None: it need not, being alone, and nobody else decides."""

@@ -12,17 +12,24 @@ from weightsync.wire.members import Members
 from weightsync.wire.ranks import Ranks
 from weightsync.wire.versions import SlotState, Versions
 
+UNSETTLED = 1
+"""The epoch of a coordinator that waits for ranks to tell it theirs; lower than any other."""
+
 
 class Books:
     """`is_open`: all ranks have said where their slots are, so members may be welcomed. `must_arrange`: a member wants what
-    was not planned yet. `refused`: messages that could not be."""
+    was not planned yet. `refused`: messages that could not be. `is_external`: the coordinator is not a part of a publisher,
+    so the epoch is that of the ranks that come; `new_epoch` is for those that have none. `epochs`: those by whose version
+    numbers the slots go."""
 
-    def __init__(self, *, address: str, publisher: str, epoch: int) -> None:
-        self.address, self.publisher, self.epoch = address, publisher, epoch
+    def __init__(self, *, address: str, publisher: str, epoch: int, is_external: bool = False) -> None:
+        self.address, self.publisher, self.is_external = address, publisher, is_external
+        self.epoch, self.new_epoch = UNSETTLED if is_external else epoch, epoch
+        self.epochs = {self.epoch}
         self.ranks = Ranks()
         self.members = Members()
         self.versions = Versions()
-        self.ballots = Ballots(epoch)
+        self.ballots = Ballots(self.epoch)
         self.arrangement: Arrangement | None = None
         self.is_open = False
         self.must_arrange = False
@@ -49,6 +56,14 @@ class Books:
             slot for slot in self.versions.slots if slot.version and not self.ballots.is_bad(slot.version)
         ]
         return max(good, key=lambda slot: slot.version, default=None)
+
+    def follow(self, epoch: int) -> None:
+        """Go on in this newer epoch; version numbers do not start again."""
+        self.epoch = epoch
+        self.epochs.add(epoch)
+        self.ballots.follow(epoch)
+        for rank in self.ranks.present():
+            self.send(rank.route, m.Enlisted(epoch, self.versions.begun))
 
     def fence(self, reason: str) -> None:
         """This publisher is over: nobody is served any more."""

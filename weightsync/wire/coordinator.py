@@ -45,11 +45,12 @@ _TAKEOVER_S = 15.0
 
 
 class Coordinator:
-    """Binds `address` at once; raises AddressInUseError that names who holds it. `close()` is idempotent."""
+    """Binds `address` at once; raises AddressInUseError that names who holds it. `close()` is idempotent. `epoch`: of a
+    publisher that has none yet, which is any that it is a part of. `is_external`: it is a part of none."""
 
     def __init__(
-        self, address: Address, *, publisher: str, epoch: int, keys: Keys | None, takeover: bool
-    ) -> None:
+        self, address: Address, *, publisher: str, epoch: int, keys: Keys | None, takeover: bool, is_external: bool = False
+    ) -> None:  # fmt: skip
         self._keys = keys
         check_descriptors(ZMQ_DESCRIPTORS, f"a publisher at {address.text}")
         self._context = zmq.Context(io_threads=1)
@@ -64,7 +65,7 @@ class Coordinator:
             self._dispose()
             raise
         endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.fleet = Fleet(address=endpoint, publisher=publisher, epoch=epoch)
+        self.fleet = Fleet(address=endpoint, publisher=publisher, epoch=epoch, is_external=is_external)
         self._lock = threading.Lock()
         self._outbox: deque[tuple[bytes, m.ToMember]] = deque()
         self._deliver: Callable[[m.ToMember], None] = lambda message: None
@@ -111,9 +112,9 @@ class Coordinator:
         with contextlib.suppress(FencedError, UsageError):
             self.receive(m.MemberGone(self.fleet.epoch, instance))
 
-    def wait(self) -> None:
-        """Block until the coordinator ends; raises what ended it."""
-        self._thread.join()
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Block until the coordinator ends, and raise what ended it; or for `timeout_s`."""
+        self._thread.join(timeout_s)
         with self._lock:
             self._require_alive()
 

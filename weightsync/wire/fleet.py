@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from weightsync.config import HEARTBEAT_S, MEMBER_TIMEOUT_S
 from weightsync.types import FleetStatus
 from weightsync.wire import messages as m
-from weightsync.wire.books import Books
+from weightsync.wire.books import UNSETTLED, Books
 from weightsync.wire.publishing import Publishing
 from weightsync.wire.ranks import Ranks
 from weightsync.wire.serving import Serving
@@ -17,8 +17,8 @@ from weightsync.wire.serving import Serving
 class Fleet:
     """Feed it messages and ticks under one lock; call `settle` after each turn; send what `drain()` yields."""
 
-    def __init__(self, *, address: str, publisher: str, epoch: int) -> None:
-        self.books = Books(address=address, publisher=publisher, epoch=epoch)
+    def __init__(self, *, address: str, publisher: str, epoch: int, is_external: bool = False) -> None:
+        self.books = Books(address=address, publisher=publisher, epoch=epoch, is_external=is_external)
         self._serving = Serving(self.books)
         self._publishing = Publishing(self.books, self._serving)
         self._last_tick = 0.0
@@ -54,8 +54,11 @@ class Fleet:
                         route, m.Welcome(books.epoch, books.publisher, books.arrangement.catalogue, [])
                     )
             case m.Hello():
+                self._hear_of(message.last_epoch, message.name)
                 self._serving.hello(route, message, now)
             case m.Enlist():
+                if not books.is_external:
+                    self._hear_of(message.last_epoch, f"rank {message.rank}")
                 self._publishing.enlist(route, message, now)
             case m.TakeOver():
                 pass  # decided by the coordinator, which knows the peer's key
@@ -71,10 +74,23 @@ class Fleet:
                     self._serving.receive(route, member, message, now)
 
     def _answer_stranger(self, route: bytes, message: m.Known) -> None:
-        if message.epoch > self.books.epoch:
-            self.books.fence(f"a member follows epoch {message.epoch}, newer than {self.books.epoch}")
-        elif not isinstance(message, m.Bye):
+        if not self.books.is_external:
+            self._hear_of(message.epoch, "a member")
+        if not isinstance(message, m.Bye):
             self.books.send(route, m.Unknown(self.books.epoch))
+
+    def _hear_of(self, epoch: int, who: str) -> None:
+        """Somebody follows this epoch. If it is newer, a publisher's own coordinator has been replaced; one of its own
+        process leads everybody on."""
+        books = self.books
+        if epoch <= books.epoch:
+            return
+        if not books.is_external:
+            books.fence(f"{who} follows epoch {epoch}, newer than {books.epoch}")
+        elif books.epoch == UNSETTLED:
+            books.new_epoch = max(books.new_epoch, epoch + 1)
+        else:
+            self._publishing.follow(epoch + 1)
 
     def refuse(self, route: bytes, reason: str) -> None:
         """Answer bytes that are not a message of ours."""
@@ -96,6 +112,7 @@ class Fleet:
 
     def settle(self, now: float) -> None:
         """Do what the messages of this turn made possible."""
+        self._serving.welcome_waiting()
         self._publishing.settle()
         self._serving.obey(self.books.ballots.decide())
         self._serving.grant_all()

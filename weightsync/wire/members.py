@@ -12,12 +12,14 @@ from weightsync.wire.ballots import Seat
 @dataclass(slots=True)
 class Member:
     """`target`: its number in the arrangement, once it said what it wants. `seat`: where it votes, if it does. `is_counted`:
-    versions wait for it, since it had a plan for this layout; a reconnect keeps that. `may_serve`: it can read from other
-    members, and `serves` says how they can from it, under `number`; `introduced`: those that it knows."""
+    versions wait for it, since it had a plan for this layout; a reconnect keeps that. `since`: it is welcomed when all ranks
+    have been heard since then: one that comes back may know of a death that is not known here. `may_serve`: it can read
+    from other members, and `serves` says how they can from it, under `number`; `introduced`: those that it knows."""
 
     hello: m.Hello
     label: str
     last_seen: float
+    since: float = 0.0
     welcomed: bool = False
     target: int | None = None
     plan: m.Plan | None = None

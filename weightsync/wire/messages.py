@@ -189,7 +189,9 @@ class Wants(_Message):
 
 class Enlist(_Message):
     """Rank `rank` of `ranks` of a publisher presents itself and what it holds. `version`: the newest it has published.
-    `takeover`: another process that holds this rank is replaced, even if it lives."""
+    `last_epoch`: the one it follows, which a coordinator of its own process takes up; 0: none yet. `takeover`: another
+    process that holds this rank is replaced, even if it lives. `held`: for each slot its version (0: none) and generation.
+    `readers`: instances of members that may have mapped the slots."""
 
     rank: int
     ranks: int
@@ -204,6 +206,8 @@ class Enlist(_Message):
     takeover: bool
     policy: str = "each"
     relay: str = "auto"
+    held: list[tuple[int, int]] = []
+    readers: list[str] = []
 
 
 class Offers(_Message):
@@ -503,6 +507,8 @@ FromRank = (
     | Promote
     | Rollback
 )
+Question = Begin | AwaitMembers | AwaitStage | AskReport | Promote | Rollback
+"""What a rank is answered."""
 FromMember = (
     Hello | Heartbeat | Stand | Wants | Pull | Serve | Fetched | Unfetched | Verified | Live | Release | Failed | Bye
     | AskStatus | AskLayout | TakeOver

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from weightsync.errors import ConfigError, LayoutError, ProtocolError, UsageError, VersionError
 from weightsync.wire import messages as m
 from weightsync.wire.arrangement import Arrangement
-from weightsync.wire.books import Books
+from weightsync.wire.books import UNSETTLED, Books
 from weightsync.wire.ranks import Rank
 from weightsync.wire.relay import check_mode
 from weightsync.wire.requests import Request, Requests
@@ -37,23 +37,50 @@ class Publishing:
         if refusal is not None:
             books.send(route, m.Refused(books.epoch, refusal))
             return
-        is_new = not books.ranks.knows(enlist)
+        if books.ranks.must_wait(enlist, now):
+            return  # it asks again
+        if enlist.rank == 0:
+            books.publisher = enlist.name
+        if books.is_external and enlist.last_epoch > books.epoch:
+            self.follow(enlist.last_epoch)
+        is_new, follows_another = not books.ranks.knows(enlist), books.ranks.follows_another(enlist)
         pushed_out = books.ranks.seat(route, enlist, now)
         if pushed_out is not None:
             reason = f"{pushed_out.label} was replaced by another process"
             books.send(pushed_out.route, m.Refused(books.epoch, reason))
         versions = books.versions
-        versions.newest = max(versions.newest, enlist.version)
-        versions.begun = max(versions.begun, enlist.version)
-        if is_new:
+        if is_new and (follows_another or versions.held()):
             self._lose_slots(f"rank {enlist.rank} of the publisher started again")
+        if is_new and (follows_another or versions.held() or len(versions.slots) != enlist.slots):
             versions.slots = [SlotState() for _ in range(enlist.slots)]
+        if is_new and enlist.last_epoch and books.is_external:
+            versions.inherit(enlist)
+            books.epochs.add(enlist.last_epoch)
+            for member in books.members.values():
+                self._serving.keep_only_held(member.hello)
         books.send(route, m.Enlisted(books.epoch, versions.begun))
         if not any(seat is None for seat in books.ranks.seats):
-            self._settle_layout(route, is_new)
+            self._settle(route, is_new)
+
+    def follow(self, epoch: int) -> None:
+        """Ranks or members know a newer epoch."""
+        self.requests.epoch = epoch
+        self._books.follow(epoch)
+        if self._books.is_open:
+            self._serving.welcome_all()
+
+    def _settle(self, route: bytes, is_new: bool) -> None:
+        """All ranks are there: settle the epoch and how far it is, and what each stages."""
+        books = self._books
+        if books.epoch == UNSETTLED:
+            self.follow(books.new_epoch)
+        elif is_new:
+            for rank in books.ranks.present():
+                if rank.route != route:
+                    books.send(rank.route, m.Enlisted(books.epoch, books.versions.begun))
+        self._settle_layout(route, is_new)
 
     def _settle_layout(self, route: bytes, is_new: bool) -> None:
-        """All ranks are there: say what each stages."""
         books = self._books
         enlisted = [rank.enlist for rank in books.ranks.present()]
         layouts, hosts = [enlist.layout for enlist in enlisted], [enlist.host for enlist in enlisted]
@@ -144,7 +171,8 @@ class Publishing:
                 self.lost(rank, "left")
 
     def _roll_back(self, rank: Rank, ask: m.Rollback) -> None:
-        if self._books.versions.record(ask.version) is None:
+        versions = self._books.versions
+        if versions.record(ask.version) is None and ask.version != versions.newest:
             self._answer(rank, ask.request, f"version {ask.version} is unknown, or too long ago")
             return
         self._serving.roll_back(ask.version)
@@ -171,7 +199,14 @@ class Publishing:
         if books.ranks.missing():
             return None
         staging = versions.staging()
-        if staging is not None and staging.version == version and number not in staging.begun:
+        if (
+            staging is not None
+            and staging.version < version
+            and number in staging.begun & set(staging.late_ranks())
+        ):
+            self._abort(staging.version, f"{rank.label} went on to version {version}")
+            staging = None
+        if staging is not None and staging.version == version and number in staging.late_ranks():
             staging.begun.add(number)
             return m.Answer(books.epoch, ask.request, versions.number_of(staging), staging.generation)
         if version == versions.skipped and not is_alone:
@@ -179,6 +214,10 @@ class Publishing:
         record = versions.record(version)
         if record is not None and record.aborted and not is_alone:
             raise VersionError(f"version {version} was aborted: {record.aborted}")
+        if record is None and version <= versions.inherited and not is_alone:
+            raise VersionError(
+                f"version {version} was lost: the coordinator started again while it was staged"
+            )
         if version <= versions.newest or (staging is not None and version <= staging.version):
             newest = max(versions.newest, versions.begun)
             raise UsageError(f"version {version} is not newer than {newest}; versions only grow")
@@ -241,7 +280,10 @@ class Publishing:
         slot = self._books.versions.slot_of(message.version)
         if slot is None or slot.is_sealed:
             return
-        problem = slot.seal_part(rank.enlist.rank, message.digests)
+        if rank.enlist.rank in slot.begun:
+            problem = slot.seal_part(rank.enlist.rank, message.digests)
+        else:
+            problem = "staged it before the coordinator started again"
         if problem is not None:
             self._abort(slot.version, f"{rank.label} {problem}")
         elif not slot.late_ranks():
@@ -306,8 +348,12 @@ class Publishing:
 
         def attempt(at: float) -> m.Answer | None:
             record = books.versions.record(version)
+            if record is None and books.versions.is_older(version):
+                raise UsageError(f"version {version} is too old to wait for")
             if record is None:
-                raise UsageError(f"version {version} is too old to wait for, or was never published")
+                raise VersionError(
+                    f"version {version}: the coordinator started again since, and does not know what became of it"
+                )
             record.raise_if_refused()
             is_there = record.sealed is not None and (stage == "staged" or not record.missing(stage))
             return m.Answer(books.epoch, ask.request) if is_there else None

@@ -25,10 +25,12 @@ class Requests:
     """Those that are open."""
 
     def __init__(self, epoch: int, send: Callable[[bytes, m.Answer], None]) -> None:
-        self._epoch, self._send = epoch, send
+        self.epoch, self._send = epoch, send
         self._open: list[Request] = []
 
     def add(self, request: Request) -> None:
+        """One that is asked again takes the place of itself."""
+        self._open = [r for r in self._open if (r.route, r.number) != (request.route, request.number)]
         self._open.append(request)
 
     def settle(self, now: float) -> None:
@@ -40,7 +42,7 @@ class Requests:
                 if answer is None and now >= request.deadline:
                     raise SyncTimeoutError(request.why())
             except WeightSyncError as error:
-                answer = m.Answer(self._epoch, request.number, error=(type(error).__name__, str(error)))
+                answer = m.Answer(self.epoch, request.number, error=(type(error).__name__, str(error)))
             if answer is None:
                 still.append(request)
             else:

@@ -26,14 +26,14 @@ class Serving:
     def hello(self, route: bytes, hello: m.Hello, now: float) -> None:
         """A member presents itself, for the first time or again."""
         books = self._books
-        if hello.last_epoch > books.epoch:
-            books.fence(f"{hello.name} follows epoch {hello.last_epoch}, newer than {books.epoch}")
+        if books.fenced_by is not None:
             self._refuse(route, "this publisher is older than the one you followed")
             return
-        label, is_counted = "", False
+        label, live, is_counted, since = "", None, False, now if hello.last_epoch == books.epoch else 0.0
         for other, member in list(books.members.items()):
             if member.instance == hello.instance:  # a reconnect: not lost, but no longer reading
-                label, is_counted = member.label, member.is_counted
+                label, live, is_counted = member.label, member.live_version, member.is_counted
+                since = since if member.welcomed else member.since
                 del books.members[other]  # its seat is taken again with the welcome
                 books.versions.end_leases(hello.instance, keep_pinned=True)
                 self.relay.leave(hello.instance)
@@ -42,19 +42,31 @@ class Serving:
         if not 0 <= hello.rank < hello.ranks or (hello.ranks > 1 and hello.replica is None):
             self._refuse(route, f"rank {hello.rank} of {hello.ranks} of replica {hello.replica}")
             return
-        held = hello.holds if hello.holds and hello.last_epoch == books.epoch else []
-        books.versions.keep_only(hello.instance, held)
+        self.keep_only_held(hello)
         if len(books.members) >= MAX_MEMBERS:
             self._refuse(route, f"{MAX_MEMBERS} members are connected already")
             return
         label = label or books.members.new_label(hello)
-        member = books.members[route] = Member(hello, label, now, is_counted=is_counted)
-        if books.is_open and not books.ranks.missing():  # else with the rank that comes back
-            self._welcome(route, member)
+        books.members[route] = Member(hello, label, now, since, is_counted=is_counted, live_version=live)
+
+    def keep_only_held(self, hello: m.Hello) -> None:
+        """The leases of a member that has said what it holds are those and no others."""
+        held = hello.holds if hello.holds and hello.last_epoch in self._books.epochs else []
+        self._books.versions.keep_only(hello.instance, held)
+
+    def welcome_waiting(self) -> None:
+        """Those who came, or came back, since."""
+        books = self._books
+        if not books.is_open or books.ranks.missing():
+            return
+        heard = min(rank.last_seen for rank in books.ranks.present())
+        for route, member in list(books.members.items()):
+            if not member.welcomed and member.since <= heard:
+                self._welcome(route, member)
 
     def welcome_all(self) -> None:
         """The publisher's ranks are all there, perhaps others than before."""
-        for route, member in self._books.members.items():
+        for route, member in list(self._books.members.items()):
             self._welcome(route, member)
 
     def _welcome(self, route: bytes, member: Member) -> None:

@@ -117,6 +117,10 @@ class Exporter(ABC):
     def close(self) -> None:
         """Stop serving."""
 
+    def readers(self) -> list[str]:
+        """Instances that may have the slots mapped, and serve from them unseen. Only with `caps.maps_slots`."""
+        return []
+
 
 class Reader(ABC):
     """The subscriber's end."""

@@ -26,7 +26,8 @@ Lease = Literal["reading", "pinned"]
 @dataclass(slots=True)
 class SlotState:
     """One staging slot, on all ranks: `version` 0 is empty. `digests`: of all cells of each rank, None until it has sealed
-    its part. `cells`: how many cells of each rank are (or will be) there. `edition`: of the arrangement they are of."""
+    its part. `cells`: how many cells of each rank are (or will be) there. `edition`: of the arrangement they are of.
+    `inherited`: what it holds since before this coordinator, which can't be read from here but may serve somewhere."""
 
     version: int = 0
     generation: int = 0
@@ -37,6 +38,11 @@ class SlotState:
     begun: set[int] = field(default_factory=set)
     extending: set[int] = field(default_factory=set)
     leases: dict[str, Lease] = field(default_factory=dict)
+    inherited: int = 0
+
+    def holds(self, version: int) -> bool:
+        """Whether a lease for this version is one of this slot."""
+        return version > 0 and version in (self.version, self.inherited)
 
     def late_ranks(self) -> list[int]:
         """Ranks that have not sealed their part."""
@@ -101,12 +107,13 @@ class VersionRecord:
 
 
 class Versions:
-    """`newest`: the newest that is sealed; `begun`: the newest that any rank began; `skipped`: the last that found no slot."""
+    """`newest`: the newest that is sealed; `begun`: the newest that any rank began; `skipped`: the last that found no slot;
+    `inherited`: the newest that a rank began before this coordinator."""
 
     def __init__(self) -> None:
         self.slots: list[SlotState] = []
         self.records: deque[VersionRecord] = deque(maxlen=_RECORDS)
-        self.newest = self.begun = self.skipped = 0
+        self.newest = self.begun = self.skipped = self.inherited = 0
         self._generation = 0
 
     # ---- lookup
@@ -128,6 +135,10 @@ class Versions:
     def record(self, version: int) -> VersionRecord | None:
         return next((r for r in reversed(self.records) if r.version == version), None)
 
+    def is_older(self, version: int) -> bool:
+        """Whether the version is older than all that are remembered."""
+        return bool(self.records) and version < self.records[0].version
+
     def report(self, version: int) -> m.Report | None:
         """What is known of a version."""
         record = self.record(version)
@@ -140,12 +151,22 @@ class Versions:
     def holders(self, labels: dict[str, str]) -> list[str]:
         """Who keeps slots from being overwritten, in words; `labels` of instances."""
         return [
-            f"{labels.get(instance, 'a silent member')} ({kind} version {slot.version})"
+            f"{labels.get(instance, 'a silent member')} ({kind} version {slot.version or slot.inherited})"
             for slot in self.slots
             for instance, kind in slot.leases.items()
         ]
 
     # ---- a version's life
+
+    def inherit(self, enlist: m.Enlist) -> None:
+        """A rank outlived another coordinator. What its slots hold stays until each of its readers has said what it serves."""
+        self.inherited = max(self.inherited, enlist.version, *(version for version, _ in enlist.held))
+        self.newest, self.begun = max(self.newest, enlist.version), max(self.begun, self.inherited)
+        for slot, (version, generation) in zip(self.slots, enlist.held, strict=False):
+            self._generation = max(self._generation, generation)
+            if version:
+                slot.inherited = version
+                slot.leases.update(dict.fromkeys(enlist.readers, "pinned"))
 
     def begin(
         self, version: int, number: int, cells: list[int], edition: int, members: Collection[str], now: float
@@ -230,9 +251,9 @@ class Versions:
 
     def release(self, instance: str, version: int) -> None:
         """The member is done with the version's slot."""
-        slot = self.slot_of(version)
-        if slot is not None:
-            slot.leases.pop(instance, None)
+        for slot in self.slots:
+            if slot.holds(version):
+                slot.leases.pop(instance, None)
 
     def keep_lease(self, instance: str, version: int) -> None:
         """The slot itself serves there."""
@@ -243,7 +264,7 @@ class Versions:
     def keep_only(self, instance: str, versions: Collection[int]) -> None:
         """The member serves from these versions' slots and no others."""
         for slot in self.slots:
-            if slot.version not in versions:
+            if not any(map(slot.holds, versions)):
                 slot.leases.pop(instance, None)
 
     def end_leases(self, instance: str, *, keep_pinned: bool) -> None:

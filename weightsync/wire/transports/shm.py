@@ -90,6 +90,10 @@ class ShmExporter(Exporter):
         for handle in self._handles:
             os.close(handle)
 
+    def readers(self) -> list[str]:
+        with self._lock:
+            return list(self._peers.values())
+
     def _accept(self) -> None:
         while True:
             try:
