@@ -21,6 +21,7 @@ COMMANDS = {
     "publish": "weightsync.cli.publish:publish",
     "pull": "weightsync.cli.pull:pull",
     "status": "weightsync.cli.status:status",
+    "coordinator": "weightsync.cli.coordinator:coordinator",
     "plan": "weightsync.cli.plan:plan",
     "doctor": "weightsync.cli.doctor.command:doctor",
     "keys": "weightsync.cli.keys:keys",

@@ -88,7 +88,7 @@ def _watch(ask: _Question, as_json: bool, interval_s: float) -> None:
         while True:
             answer = _try(ask)
             live.update(
-                Text(answer, style="red") if isinstance(answer, str) else _render(answer), refresh=True
+                Text(answer, style="red") if isinstance(answer, str) else render(answer), refresh=True
             )
             time.sleep(interval_s)
 
@@ -103,26 +103,30 @@ def _try(ask: _Question) -> FleetStatus | str:
 
 def _show(fleet: FleetStatus, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(_document(fleet)), flush=True)
+        print(json.dumps(document(fleet)), flush=True)
         return
     console = Console()
     if not console.is_terminal:
         console = Console(width=PLAIN_WIDTH)
-    console.print(_render(fleet))
+    console.print(render(fleet))
 
 
-def _document(fleet: FleetStatus) -> Any:
+def document(fleet: FleetStatus) -> Any:
+    """As JSON has it."""
     import msgspec
 
     return msgspec.to_builtins(fleet)
 
 
-def _render(fleet: FleetStatus) -> Group:
+def render(fleet: FleetStatus) -> Group:
+    """As a table."""
     version = f"version {fleet.version}" if fleet.version else "nothing published yet"
     title = Text(
         f"{fleet.publisher} at {fleet.address}: {version}, epoch {fleet.epoch}, {fleet.tensors} tensors, "
         f"{size_text(fleet.size_bytes)}, {fleet.slots} slots, {len(fleet.members)} members"
     )
+    if fleet.missing_ranks:
+        title.append(f"; missing: {', '.join(fleet.missing_ranks)}", style="yellow")
     if not fleet.members:
         return Group(title)
     table = Table("member", "host", "pid", "role", "transport", "swap", "state", box=None, pad_edge=False)
