@@ -34,3 +34,11 @@ def register(state: State, timeout_s: float) -> None:
 def publish_by(state: State, timeout_s: float) -> int:
     """Publish what is there, by a deadline."""
     return int(state.pub.publish(timeout_s=timeout_s).version)
+
+
+def promote(state: State) -> None:
+    state.pub.promote()
+
+
+def roll_back(state: State) -> None:
+    state.pub.rollback()

@@ -86,7 +86,8 @@ def test_a_server_that_dies_with_its_slot_meanwhile_gives_it_back(peer: Make) ->
 
 
 def test_a_server_that_adopted_a_slot_follows_a_publisher_that_starts_again(peer: Make) -> None:
-    _, publisher, server, address = a_fleet(peer, "adopt")
+    coordinator, publisher, server, address = a_fleet(peer, "adopt")
+    coordinator.call(sharded.be_impatient)
     server.call(roles.serve)
     publisher.kill()
     publisher = peer()
@@ -131,6 +132,132 @@ def test_a_publisher_that_was_replaced_never_comes_back(peer: Make) -> None:
         publisher.call(roles.publish, 66)
     second.call(roles.publish, 30, members=1)
     assert server.call(roles.look)[1] == 30
+
+
+# ---- the publisher is gone, or several ranks are
+
+
+def test_when_the_publisher_is_gone_for_good_servers_serve_and_the_status_says_who_is_missing(
+    peer: Make,
+) -> None:
+    coordinator, publisher, server, address = a_fleet(peer)
+    coordinator.call(sharded.be_impatient)
+    publisher.kill()
+    eventually(lambda: ws.fetch_status(address).missing_ranks == ["rank 0 of 1"], "rank 0 is missed", 5.0)
+    status = ws.fetch_status(address)
+    assert status.version == 1 and [member.live_version for member in status.members] == [1]
+    assert server.call(roles.look) == (1, 10)
+
+
+def two_ranks(peer: Make) -> tuple[Peer, list[Peer], Peer, str]:
+    """A coordinator, two ranks, and a server with other cuts that serves their first version."""
+    coordinator, address = a_coordinator(peer)
+    coordinator.call(sharded.be_impatient)
+    ranks, server = [peer(), peer()], peer()
+    for number, rank in enumerate(ranks):
+        rank.call(sharded.open_rank, address, number, 2, "rows", **EXTERNAL)
+    together(ranks, sharded.register_rank)
+    server.call(sharded.open_servers, address, "columns", range(1), 1)
+    assert together(ranks, sharded.publish_rank, 1, members=1) == [1, 1]
+    server.call(sharded.await_content, 1, 1)
+    return coordinator, ranks, server, address
+
+
+def together(
+    ranks: list[Peer], action: Callable[..., object], *args: object, **options: object
+) -> list[object]:
+    for rank in ranks:
+        rank.tell(action, *args, **options)
+    return [rank.reply() for rank in ranks]
+
+
+def test_several_ranks_go_on_with_the_next_coordinator(peer: Make) -> None:
+    coordinator, ranks, server, address = two_ranks(peer)
+    coordinator.kill()
+    a_coordinator(peer, address)
+    for version in (2, 3):
+        assert together(ranks, sharded.publish_rank, version, members=1) == [version, version]
+        server.call(sharded.await_content, version, version)
+
+
+@pytest.mark.parametrize("who", ["rank", "rank and coordinator"])
+def test_a_rank_killed_and_started_again_goes_on_where_the_others_are(peer: Make, who: str) -> None:
+    coordinator, ranks, server, address = two_ranks(peer)
+    together(ranks, sharded.publish_rank, 2)
+    server.call(sharded.await_content, 2, 2)
+    ranks[1].kill()
+    if who == "rank and coordinator":
+        coordinator.kill()
+        a_coordinator(peer, address)
+    assert server.call(sharded.look, 2) == [2]
+    ranks[1] = peer()
+    ranks[1].call(sharded.open_rank, address, 1, 2, "rows", **EXTERNAL)
+    ranks[1].call(sharded.register_rank)
+    assert together(ranks, sharded.publish_rank, 3, members=1) == [3, 3]
+    server.call(sharded.await_content, 3, 3)
+
+
+def test_a_version_that_one_rank_had_staged_is_lost_for_all_and_the_next_one_is_not(peer: Make) -> None:
+    coordinator, ranks, server, address = two_ranks(peer)
+    ranks[0].call(sharded.publish_rank, 2)
+    coordinator.kill()
+    a_coordinator(peer, address)
+    with pytest.raises(VersionError, match="version 2 was lost"):
+        ranks[1].call(sharded.publish_rank, 2)
+    with pytest.raises(VersionError, match="version 2: the coordinator started again"):
+        ranks[0].call(sharded.await_ticket, "live")
+    assert server.call(sharded.look, 1) == [1]
+    assert together(ranks, sharded.publish_rank, 3, members=1) == [3, 3]
+    server.call(sharded.await_content, 3, 3)
+
+
+def test_orders_of_the_trainer_reach_the_fleet_through_the_next_coordinator_too(peer: Make) -> None:
+    coordinator, address = a_coordinator(peer)
+    publisher, server = peer(), peer()
+    publisher.call(roles.open_publisher, address, policy="manual", slots=3, **EXTERNAL)
+    server.call(roles.open_subscriber, address, slots=3)
+    server.call(roles.serve)
+    for version in (1, 2):
+        publisher.call(roles.publish, 10 * version, members=1)
+        publisher.call(coordination.promote)
+        publisher.call(roles.await_stage, "live")
+    coordinator.kill()
+    a_coordinator(peer, address)
+    publisher.call(roles.publish, 30, members=1)
+    publisher.call(coordination.promote)
+    assert publisher.call(roles.await_stage, "live") == {publisher.call(roles.members)[0][0]: None}
+    publisher.call(coordination.roll_back)
+    eventually(lambda: publisher.call(roles.members)[0][1] == 2, "the server goes back to version 2", 10.0)
+    assert server.call(roles.stop_serving) == [(1, 10), (2, 20), (3, 30), (2, 20)]
+
+
+def test_the_newest_version_can_be_rolled_back_through_a_coordinator_that_started_after_it(
+    peer: Make,
+) -> None:
+    coordinator, publisher, server, address = a_fleet(peer)
+    server.call(roles.serve)
+    publisher.call(roles.publish, 20, wait="live")
+    coordinator.kill()
+    a_coordinator(peer, address)
+    eventually(lambda: publisher.call(roles.members), "the server is back")
+    publisher.call(coordination.roll_back)
+    eventually(lambda: publisher.call(roles.members)[0][1] == 1, "the server goes back to version 1", 10.0)
+    publisher.call(roles.publish, 30, members=1, wait="live")
+    assert server.call(roles.stop_serving) == [(1, 10), (2, 20), (1, 10), (3, 30)]
+
+
+def test_one_that_joins_after_the_restart_gets_the_next_version(peer: Make) -> None:
+    coordinator, publisher, server, address = a_fleet(peer)
+    coordinator.kill()
+    a_coordinator(peer, address)
+    late = peer()
+    late.call(roles.open_subscriber, address)
+    publisher.call(roles.publish, 20, members=2)
+    for one in (server, late):
+        assert one.call(roles.await_version, 2) == (2, 20)
+
+
+# ---- in flight
 
 
 def test_a_publish_that_waits_for_a_slot_succeeds_with_the_next_coordinator(peer: Make) -> None:
