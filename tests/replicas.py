@@ -5,7 +5,11 @@ All elements of a publish are one number, so ranks that serve two versions at on
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -23,10 +27,10 @@ Seen = tuple[int, float]
 """A version and its content."""
 
 
-def rows_of(rank: int, ranks: int) -> list[Shard]:
+def rows_of(rank: int, ranks: int, size: dict[str, int] | None) -> list[Shard]:
     """Own memory for this rank's rows, filled with -1."""
     shards = []
-    for name, tensor in roles.model().state_dict().items():
+    for name, tensor in roles.model(**(size or {})).state_dict().items():
         shape, step = tuple(tensor.shape), -(-tensor.shape[0] // ranks)
         stop = min(shape[0], (rank + 1) * step)
         box = Box((rank * step, *([0] * (len(shape) - 1))), (stop, *shape[1:]))
@@ -34,10 +38,18 @@ def rows_of(rank: int, ranks: int) -> list[Shard]:
     return shards
 
 
-def open_rank(state: State, address: str, rank: int, ranks: int = 2, **options: Any) -> None:
+def open_rank(
+    state: State,
+    address: str,
+    rank: int,
+    ranks: int = 2,
+    *,
+    size: dict[str, int] | None = None,
+    **options: Any,
+) -> None:
     """One rank of replica `tp`, driven by an engine."""
     options = {"replica": "tp", "rank": rank, "ranks": ranks, "name": f"tp.{rank}", **options}
-    _open(state, address, rows_of(rank, ranks), **options)
+    _open(state, address, rows_of(rank, ranks, size), **options)
 
 
 def open_in_group(state: State, address: str, store: str, rank: int, ranks: int = 2, **options: Any) -> None:
@@ -55,6 +67,23 @@ def _open(state: State, address: str, shards: list[Shard], **options: Any) -> No
     state.served = {shard.name: shard.view for shard in shards}
     sub = ws.Subscriber(address, shards, **{"timeout_s": 20.0, **options})
     state.sub = state.stack.enter_context(sub.start(20.0))
+
+
+def promote(state: State, version: int | None = None) -> None:
+    state.pub.promote(version)
+
+
+def roll_back(state: State, version: int | None = None) -> None:
+    state.pub.rollback(version)
+
+
+def refusal(state: State) -> str | None:
+    """Why the coordinator does not let this rank in."""
+    return state.sub._link.refusal
+
+
+def states(state: State) -> list[str]:
+    return sorted(member.state for member in state.pub.status().members)
 
 
 def proposal(state: State) -> int:
@@ -95,16 +124,23 @@ class Engine:
         return seen[0] if len(set(seen)) == 1 else None
 
     def serve_until(self, version: int) -> list[Seen]:
-        """Step until all serve `version`; gives what was served, each once."""
+        """Step until all serve this version, or a newer one; gives what was served, each once."""
+        return self._serve(lambda seen: seen[0] >= version, f"the replica serves version {version}")
+
+    def serve_content(self, content: float) -> list[Seen]:
+        """Step until all serve this content; gives what was served, each once."""
+        return self._serve(lambda seen: seen[1] == content, f"the replica serves {content}")
+
+    def _serve(self, is_enough: Callable[[Seen], bool], what: str) -> list[Seen]:
         served: list[Seen] = []
 
         def is_there() -> bool:
             seen = self.turn()
             if seen is not None and seen not in served[-1:]:
                 served.append(seen)
-            return seen is not None and seen[0] >= version
+            return seen is not None and is_enough(seen)
 
-        eventually(is_there, f"the replica serves version {version}")
+        eventually(is_there, what)
         return served
 
     def await_decision(self, after: int) -> int:
@@ -112,3 +148,72 @@ class Engine:
         return int(
             eventually(lambda: max(self.proposals()) > after and max(self.proposals()), "it is decided")
         )
+
+
+class Wire:
+    """A TCP address in front of another, whose connections can be cut."""
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        self._target = (host, int(port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._ends: list[socket.socket] = []
+        self._is_cut = False
+        self._lock = threading.Lock()
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def cut(self) -> None:
+        """Whatever is sent from now on is lost."""
+        with self._lock:
+            self._is_cut = True
+            self._end_all()
+
+    def mend(self) -> None:
+        with self._lock:
+            self._is_cut = False
+
+    def close(self) -> None:
+        self.cut()
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for thread in self._threads:
+            thread.join(10.0)
+
+    def __enter__(self) -> Wire:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _end_all(self) -> None:
+        for end in self._ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        self._ends.clear()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                self._connect(self._listener.accept()[0])
+
+    def _connect(self, near: socket.socket) -> None:
+        with self._lock:
+            try:
+                if self._is_cut:
+                    raise ConnectionError("cut")
+                far = socket.create_connection(self._target)
+            except OSError:
+                near.close()
+                return
+            self._ends += [near, far]
+        for source, sink in ((near, far), (far, near)):
+            self._threads.append(threading.Thread(target=self._carry, args=(source, sink)))
+            self._threads[-1].start()
+
+    def _carry(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError), source:
+            while data := source.recv(65536):
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_RDWR)

@@ -73,6 +73,7 @@ class Replica:
         self.decided: Ballot | None = None
         self._next = first_number
         self._ranks: dict[int, _Rank] = {}
+        self._arrivals: dict[tuple[int, str], int] = {}
         self._available: set[int] = set()
         self._refused: set[int] = set()
         self._bad: set[int] = set()
@@ -80,10 +81,14 @@ class Replica:
     # ---- from ranks
 
     def joined(self, rank: int, instance: str) -> list[Order]:
-        """A rank said hello, for the first time or again; another instance replaces the one before. Raises ConfigError."""
+        """A rank said hello, for the first time or again; another instance replaces the one before, which is not let in
+        again while its successor is there. Raises ConfigError."""
         if not 0 <= rank < self.size:
             raise ConfigError(f"replica {self.name}: rank {rank}; expected 0 to {self.size - 1}")
         known = self._ranks.get(rank)
+        arrived = self._arrivals.setdefault((rank, instance), len(self._arrivals))
+        if known is not None and arrived < self._arrivals[rank, known.instance]:
+            raise ConfigError(f"replica {self.name}: another process took its place as rank {rank}")
         orders = [] if known is None or known.instance == instance else self.left(rank)
         self._ranks[rank] = _Rank(instance, self._number())
         return [*orders, Admit(rank, self._ranks[rank].session)]

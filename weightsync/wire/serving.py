@@ -29,10 +29,16 @@ class Serving:
         if books.fenced_by is not None:
             self._refuse(route, "this publisher is older than the one you followed")
             return
-        label, live, is_counted, since = "", None, False, now if hello.last_epoch == books.epoch else 0.0
+        label, live, seat, is_counted = "", None, None, False
+        since = now if hello.last_epoch == books.epoch else 0.0
         for other, member in list(books.members.items()):
             if member.instance == hello.instance:  # a reconnect: not lost, but no longer reading
-                label, live, is_counted = member.label, member.live_version, member.is_counted
+                label, live, seat, is_counted = (
+                    member.label,
+                    member.live_version,
+                    member.seat,
+                    member.is_counted,
+                )
                 since = since if member.welcomed else member.since
                 del books.members[other]  # its seat is taken again with the welcome
                 books.versions.end_leases(hello.instance, keep_pinned=True)
@@ -47,7 +53,9 @@ class Serving:
             self._refuse(route, f"{MAX_MEMBERS} members are connected already")
             return
         label = label or books.members.new_label(hello)
-        books.members[route] = Member(hello, label, now, since, is_counted=is_counted, live_version=live)
+        books.members[route] = Member(
+            hello, label, now, since, seat=seat, is_counted=is_counted, live_version=live
+        )
 
     def keep_only_held(self, hello: m.Hello) -> None:
         """The leases of a member that has said what it holds are those and no others."""
@@ -320,15 +328,16 @@ class Serving:
         seat = member.seat = books.ballots.seat_of(member.hello, member.label)
         if seat is None:
             return 0
-        for other, rival in list(books.members.items()):
-            if rival is not member and rival.seat == seat:
-                self.remove(other, f"{member.label} took its place in replica {seat[0]}", keep_pinned=True)
         try:
             orders = books.ballots.join(seat, member.hello)
         except ConfigError as error:
             member.seat, member.state, member.error = None, "refused", str(error)
             self._refuse(route, str(error))
             return None
+        for other, rival in list(books.members.items()):
+            if rival is not member and rival.seat == seat:
+                rival.seat = None
+                self.remove(other, f"{member.label} took its place in replica {seat[0]}", keep_pinned=True)
         admitted = [order for order in orders if isinstance(order, Admit) and order.rank == seat[1]]
         self._obey_in(seat[0], [order for order in orders if order not in admitted])
         return admitted[-1].session
