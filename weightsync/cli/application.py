@@ -22,6 +22,8 @@ COMMANDS = {
     "pull": "weightsync.cli.pull:pull",
     "status": "weightsync.cli.status:status",
     "coordinator": "weightsync.cli.coordinator:coordinator",
+    "promote": "weightsync.cli.orders:promote",
+    "rollback": "weightsync.cli.orders:rollback",
     "plan": "weightsync.cli.plan:plan",
     "doctor": "weightsync.cli.doctor.command:doctor",
     "keys": "weightsync.cli.keys:keys",

@@ -262,7 +262,8 @@ class Coordinator:
                 except ProtocolError as error:
                     self.fleet.refuse(route, str(error))
                     continue
-                if isinstance(message, m.Enlist) and not self._is_publisher(user):
+                is_order = isinstance(message, m.Enlist | m.Promote | m.Rollback)
+                if is_order and not self._is_publisher(user):
                     self.fleet.refuse(route, "a rank of the publisher needs the publisher's own key")
                     continue
                 if isinstance(message, m.TakeOver) and self._is_publisher(user):

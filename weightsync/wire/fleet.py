@@ -60,6 +60,10 @@ class Fleet:
                 if not books.is_external:
                     self._hear_of(message.last_epoch, f"rank {message.rank}")
                 self._publishing.enlist(route, message, now)
+            case m.Promote() | m.Rollback() if message.epoch == books.epoch:
+                self._publishing.obey(
+                    route, message
+                )  # a rank's or an operator's: the coordinator has checked the key
             case m.TakeOver():
                 pass  # decided by the coordinator, which knows the peer's key
             case _:

@@ -158,29 +158,28 @@ class Publishing:
                 self._await_members(rank, message, now)
             case m.AwaitStage():
                 self._await_stage(rank, message, now)
-            case m.Promote():
-                self._answer(
-                    rank, message.request, books.ballots.promote(message.version, books.versions.held())
-                )
-            case m.Rollback():
-                self._roll_back(rank, message)
             case m.AskReport():
                 report = books.versions.report(message.version)
                 books.send(rank.route, m.Answer(books.epoch, message.request, report=report))
             case m.Bye():
                 self.lost(rank, "left")
 
-    def _roll_back(self, rank: Rank, ask: m.Rollback) -> None:
-        versions = self._books.versions
-        if versions.record(ask.version) is None and ask.version != versions.newest:
-            self._answer(rank, ask.request, f"version {ask.version} is unknown, or too long ago")
-            return
-        self._serving.roll_back(ask.version)
-        self._answer(rank, ask.request, None)
-
-    def _answer(self, rank: Rank, request: int, problem: str | None) -> None:
+    def obey(self, route: bytes, order: m.Promote | m.Rollback) -> None:
+        """An order about a version, of a rank or of an operator."""
+        books = self._books
+        if isinstance(order, m.Promote):
+            problem = books.ballots.promote(order.version, books.versions.held())
+        else:
+            problem = self._roll_back(order.version)
         error = None if problem is None else ("UsageError", problem)
-        self._books.send(rank.route, m.Answer(self._books.epoch, request, error=error))
+        books.send(route, m.Answer(books.epoch, order.request, error=error))
+
+    def _roll_back(self, version: int) -> str | None:
+        versions = self._books.versions
+        if versions.record(version) is None and version != versions.newest:
+            return f"version {version} is unknown, or too long ago"
+        self._serving.roll_back(version)
+        return None
 
     # ---- a version begins
 
