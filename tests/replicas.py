@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +28,7 @@ Seen = tuple[int, float]
 """A version and its content."""
 
 
-def rows_of(rank: int, ranks: int, size: dict[str, int] | None) -> list[Shard]:
+def rows_of(rank: int, ranks: int, size: dict[str, int] | None = None) -> list[Shard]:
     """Own memory for this rank's rows, filled with -1."""
     shards = []
     for name, tensor in roles.model(**(size or {})).state_dict().items():
@@ -57,7 +58,7 @@ def open_in_group(state: State, address: str, store: str, rank: int, ranks: int 
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=20)
     )
-    state.stack.callback(dist.destroy_process_group)
+    state.stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
     _open(
         state, address, rows_of(rank, ranks), **{"group": dist.group.WORLD, "name": f"tp.{rank}", **options}
     )
@@ -148,6 +149,34 @@ class Engine:
         return int(
             eventually(lambda: max(self.proposals()) > after and max(self.proposals()), "it is decided")
         )
+
+
+def driven(peer: Callable[[], Peer], address: str, **options: Any) -> Engine:
+    """Two ranks that an engine drives."""
+    engine = Engine(peer(), peer())
+    for number, rank in enumerate(engine.ranks):
+        rank.call(open_rank, address, number, **options)
+    return engine
+
+
+def grouped(peer: Callable[[], Peer], address: str, store: Path, **options: Any) -> list[Peer]:
+    """Two ranks that agree over gloo."""
+    ranks = [peer(), peer()]
+    form_group(ranks, address, store, **options)
+    return ranks
+
+
+def form_group(ranks: list[Peer], address: str, store: Path, **options: Any) -> None:
+    for number, rank in enumerate(ranks):
+        rank.tell(open_in_group, address, str(store), number, **options)
+    for rank in ranks:
+        rank.reply()
+
+
+def leave_group(state: State) -> None:
+    """End the subscriber and the process group; the weights stay."""
+    state.sub.close()
+    dist.destroy_process_group()
 
 
 class Wire:

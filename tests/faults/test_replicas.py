@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
 from tests import replicas, roles
 from tests.processes import Peer, eventually
-from tests.replicas import Engine, Wire
+from tests.replicas import Engine, Wire, form_group, grouped
+from weightsync.errors import SyncTimeoutError
 
 IMPATIENT_S = 1.0
 SIZE = {"width": 128}
@@ -213,3 +215,44 @@ def test_a_new_publisher_finds_the_ranks_at_one_version_and_takes_them_on(
     ]
     successor.call(roles.publish, 40)
     assert scene.engine.serve_until(2)[-1] == (2, 40)
+
+
+def test_a_group_that_lost_a_rank_says_so_and_its_processes_form_another(
+    peer: Callable[[], Peer], tmp_path: Path
+) -> None:
+    publisher = peer()
+    address = publisher.call(roles.open_publisher, "tcp://127.0.0.1:0")
+    survivor, victim = grouped(peer, address, tmp_path / "first", replica="tp")
+    for rank in (survivor, victim):
+        rank.tell(replicas.serve_until, 10)
+    publisher.call(roles.publish_many, range(10, 60, 10), "live")
+    victim.kill()
+    with pytest.raises(SyncTimeoutError, match="form a new group"):
+        survivor.reply()
+    survivor.call(replicas.leave_group)
+    ranks = [survivor, peer()]
+    form_group(ranks, address, tmp_path / "second", replica="tp")
+    for rank in ranks:
+        rank.tell(replicas.serve_until, 10)
+    publisher.call(roles.publish_many, range(60, 110, 10))
+    seen = [rank.reply() for rank in ranks]
+    assert seen[0] == seen[1] and seen[0][-1] == (10, 100)
+
+
+def test_a_group_waits_for_a_stopped_rank_and_goes_on_with_it(
+    peer: Callable[[], Peer], tmp_path: Path
+) -> None:
+    publisher = peer()
+    publisher.call(roles.be_impatient, IMPATIENT_S)
+    address = publisher.call(roles.open_publisher, "tcp://127.0.0.1:0")
+    ranks = grouped(peer, address, tmp_path / "store")
+    for rank in ranks:
+        rank.tell(replicas.serve_until, 20)
+    publisher.call(roles.publish_many, range(10, 60, 10))
+    ranks[1].stop()
+    publisher.call(roles.publish_many, range(60, 110, 10))
+    eventually(lambda: len(publisher.call(roles.members)) == 1, "the stopped rank counts as gone")
+    ranks[1].cont()
+    publisher.call(roles.publish_many, range(110, 210, 10))
+    seen = [rank.reply() for rank in ranks]
+    assert seen[0] == seen[1] and seen[0][-1] == (20, 200)

@@ -9,7 +9,7 @@ import pytest
 
 from tests import replicas, roles
 from tests.processes import Peer
-from tests.replicas import Engine, Seen
+from tests.replicas import Seen, driven, grouped
 
 SLOW = [(version, 10.0 * version) for version in range(61, 71)]
 """What `publish_seventy` waits for."""
@@ -29,31 +29,13 @@ def each_once(steps: list[Seen]) -> list[Seen]:
     return sorted(set(steps))
 
 
-def group(peer: Callable[[], Peer], address: str, store: Path, **options: object) -> list[Peer]:
-    """Two ranks that agree over gloo."""
-    ranks = [peer(), peer()]
-    for number, rank in enumerate(ranks):
-        rank.tell(replicas.open_in_group, address, str(store), number, **options)
-    for rank in ranks:
-        rank.reply()
-    return ranks
-
-
-def driven(peer: Callable[[], Peer], address: str, **options: object) -> Engine:
-    """Two ranks that an engine drives."""
-    engine = Engine(peer(), peer())
-    for number, rank in enumerate(engine.ranks):
-        rank.call(replicas.open_rank, address, number, **options)
-    return engine
-
-
 @pytest.mark.parametrize("swap", ["remap", "copy", "flip"])
 def test_ranks_of_a_group_see_the_same_version_at_every_step(
     peer: Callable[[], Peer], tmp_path: Path, swap: str
 ) -> None:
     publisher = peer()
     address = publisher.call(roles.open_publisher, "tcp://127.0.0.1:0")
-    ranks = group(peer, address, tmp_path / "store", swap=swap)
+    ranks = grouped(peer, address, tmp_path / "store", swap=swap)
     for rank in ranks:
         rank.tell(replicas.serve_until, 70)
     publish_seventy(publisher)
