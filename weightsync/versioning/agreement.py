@@ -44,7 +44,7 @@ class Agreement:
         may have got what others did not.
         """
         if self._dead is not None:
-            raise SyncTimeoutError(f"{self._dead}; form a new group")
+            raise SyncTimeoutError(self._dead)
         self._boundary += 1
         try:
             work, value = self._round or self._start(proposal)
@@ -53,7 +53,10 @@ class Agreement:
             self._round = self._start(proposal)
         except RuntimeError as error:
             cause = str(error).partition("\n")[0]
-            self._dead = f"step boundary {self._boundary}: the ranks did not agree within {self._timeout_s:g} s: {cause}"
+            self._dead = (
+                f"step boundary {self._boundary}: the ranks did not agree (deadline: {self._timeout_s:g} s): {cause}; "
+                "form a new group"
+            )
             raise SyncTimeoutError(self._dead) from error
         return agreed
 
