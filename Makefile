@@ -10,6 +10,7 @@ export WEIGHTSYNC_NATIVE ?= require
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LINT_STAMP := $(VENV)/.installed-lint
+NIXL_STAMP := $(VENV)/.installed-nixl
 NATIVE := $(shell find csrc -type f \( -name '*.cc' -o -name '*.cpp' -o -name '*.h' -o -name '*.hpp' \) 2>/dev/null)
 
 # What the caller's shell is set up for must not leak in: other projects' paths, and pip settings that fight our pins.
@@ -25,10 +26,10 @@ help:  ## Show this list
 demo: $(STAMP)  ## Train, serve and switch weights live on this machine; ARGS="--seconds 20 --json out.json"
 	@$(BIN)/weightsync demo $(ARGS)
 
-test: $(STAMP)  ## Run the tests; ARGS="-k shm"
+test: $(STAMP) $(NIXL_STAMP)  ## Run the tests; ARGS="-k shm"
 	$(BIN)/python -m pytest $(ARGS)
 
-bench: $(STAMP)  ## Run the benchmarks (data is checked in each run); results go to build/bench.json
+bench: $(STAMP) $(NIXL_STAMP)  ## Run the benchmarks (data is checked in each run); results go to build/bench.json
 	@mkdir -p build
 	$(BIN)/python -m pytest benchmarks --benchmark-only --benchmark-json=build/bench.json $(ARGS)
 
@@ -58,6 +59,11 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(NATIVE) | $(BIN)/python
 	@[ $(WEIGHTSYNC_NATIVE) != require ] || command -v g++ >/dev/null || { echo 'the native core needs g++; on Debian and Ubuntu: apt-get install g++' >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[plot,test]'
+	@touch $@
+
+# Without what it depends on, which is torch (there already) and a second build for another CUDA.
+$(NIXL_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt --no-deps nixl nixl-cu12
 	@touch $@
 
 $(LINT_STAMP): $(STAMP)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import shutil
 import subprocess
 import time
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
 
 import weightsync as ws
 from benchmarks.peer import Peer
+from benchmarks.raw_nixl import RawNixl
 from benchmarks.shapes import change, llama_like, make_state, many_small, one_large, size_of
 from benchmarks.yardstick import PlainCopyOf, record
 from weightsync.wire.transports.zmq import STREAMS
 
 ROUNDS = 9
+needs_nixl = pytest.mark.skipif(not find_spec("nixl"), reason="the package nixl is not installed")
 
 
 def measure(benchmark, shapes, *, rounds=ROUNDS, **options):
@@ -24,7 +27,8 @@ def measure(benchmark, shapes, *, rounds=ROUNDS, **options):
     size = size_of(state)
     copy = PlainCopyOf(state)
     times, stages, copies = [], [], []
-    with ws.Publisher("tcp://127.0.0.1:0", timeout_s=60) as publisher:
+    offered = ("shm", "zmq", "nixl") if options.get("transport") == "nixl" else None
+    with ws.Publisher("tcp://127.0.0.1:0", transports=offered, timeout_s=60) as publisher:
         publisher.register(state)
         with Peer(publisher.address, shapes, **options) as peer:
             version = 0
@@ -77,6 +81,7 @@ def measure(benchmark, shapes, *, rounds=ROUNDS, **options):
         {"swap": "copy"},
         {"swap": "flip"},
         {"swap": "remap", "transport": "zmq"},
+        pytest.param({"swap": "remap", "transport": "nixl"}, marks=needs_nixl),
     ],
     ids=lambda options: "-".join(options.values()),
 )
@@ -118,6 +123,35 @@ def test_zmq_against_iperf3_with_as_many_streams(benchmark):
     benchmark.extra_info.update(
         bytes=size_of(state), read_gib_per_s=float(np.median(speeds)), iperf3_gib_per_s=float(np.median(limits)),
         of_iperf3=float(np.median(speeds / np.array(limits))), wrong=0,
+    )  # fmt: skip
+
+
+@needs_nixl
+@pytest.mark.benchmark(group="nixl against its own engine")
+def test_nixl_against_raw_nixl(benchmark):
+    """Late joiners read a sealed slot, verified, next to bare READs of as many bytes between two agents."""
+    shapes = llama_like()
+    state = make_state(shapes, seed=1)
+    reads, limits = [], []
+    with ws.Publisher("tcp://127.0.0.1:0", transports=("nixl",)) as publisher, RawNixl(size_of(state)) as raw:
+        publisher.register(state)
+        publisher.publish()
+
+        def join():
+            with Peer(publisher.address, shapes, transport="nixl") as peer:
+                peer.follow(1)
+                assert peer.arrived() == 1
+                peer.assert_holds(state)
+                reads.append(float(peer.stats()[1][0]))
+
+        def limit():
+            limits.append(min(raw.read_seconds() for _ in range(3)))
+            return (), {}
+
+        benchmark.pedantic(join, setup=limit, rounds=5, iterations=1)
+    benchmark.extra_info.update(
+        bytes=size_of(state), read_s=float(np.median(reads)), raw_s=float(np.median(limits)),
+        of_raw=float(np.median(np.array(limits) / np.array(reads))), wrong=0,
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from weightsync.wire import messages as m
 from weightsync.wire.address import host_towards, parse_address, require_safe
 from weightsync.wire.coordinator import Coordinator, authenticate
 from weightsync.wire.keys import load_publisher_keys
-from weightsync.wire.registry import make_exporter, transport_names
+from weightsync.wire.registry import default_transports, make_exporter, transport_names
 from weightsync.wire.relay import check_mode
 from weightsync.wire.rollout import parse_policy
 from weightsync.wire.transport import Environment, Exporter
@@ -47,9 +47,11 @@ class Publisher:
     `max_lag`: `publish()` first waits until no member serves a version more than this many behind. `policy`: when a replica
     that is ready goes live: `each` by itself, `together` when all are ready, `canary=N` the first N by name, the others
     after `promote()`, `manual` all after `promote()`. `relay`: members that want the same tensors read most of them from
-    each other, so that each byte leaves the trainer once: `auto` those on other hosts, `always`, or `never`. `wire_dtype`:
-    dtype on the wire, for all floats or by name pattern (`{"*": torch.bfloat16}`). `keys`: folder of `weightsync keys`; needed,
-    or `insecure=True`, where other hosts can reach the address. `takeover`: replace a publisher that is alive there.
+    each other, so that each byte leaves the trainer once: `auto` those on other hosts, `always`, or `never`.
+    `transports`: what is offered, by default `shm`, `zmq`, and `nixl` where it is installed and there is an RDMA device.
+    `wire_dtype`: dtype on the wire, for all floats or by name pattern (`{"*": torch.bfloat16}`). `keys`: folder of
+    `weightsync keys`; needed, or `insecure=True`, where other hosts can reach the address. `takeover`: replace a publisher
+    that is alive there.
     `data_host`: the address of this host's network interface that readers shall use. `epoch`: a fencing token of your
     own, larger for each life; by default from the clock.
 
@@ -68,7 +70,7 @@ class Publisher:
         max_lag: int | None = None,
         policy: str = "each",
         relay: Literal["auto", "always", "never"] = "auto",
-        transports: Sequence[str] = ("shm", "zmq"),
+        transports: Sequence[str] | None = None,
         wire_dtype: WireDType = None,
         threads: int | None = None,
         keys: str | os.PathLike[str] | None = None,
@@ -89,6 +91,7 @@ class Publisher:
             raise ConfigError(f"when_full={when_full!r}: choose wait, skip or evict")
         if max_lag is not None and max_lag < 1:
             raise ConfigError(f"max_lag={max_lag}: at least 1; members always lag by the version being sent")
+        transports = default_transports() if transports is None else transports
         unknown = [t for t in transports if t not in transport_names()]
         if unknown or not transports:
             raise ConfigError(f"transports {list(transports)}: installed are {', '.join(transport_names())}")
@@ -181,11 +184,11 @@ class Publisher:
                 self._line.leave()
                 raise
             self._staging = staging
-            offers = self._export(staging)
-            self._line.send(m.Offers, offers)
+            self._open_exporters(staging)
+            self._line.send(m.Offers, self._offers())
             self._version = max(self._version, self._line.version)
         self._tender = threading.Thread(
-            target=self._tend, args=(staging, offers), name="weightsync-rank", daemon=True
+            target=self._tend, args=(staging,), name="weightsync-rank", daemon=True
         )
         self._tender.start()
 
@@ -199,8 +202,7 @@ class Publisher:
             self._version, self._slots, staging.layout, takeover, self._policy, self._relay, held, readers,
         )  # fmt: skip
 
-    def _export(self, staging: Staging) -> dict[str, dict[str, str]]:
-        """Serve the slots; returns what readers need to connect."""
+    def _open_exporters(self, staging: Staging) -> None:
         environment = Environment(
             self._data_context(),
             self._keys,
@@ -209,15 +211,23 @@ class Publisher:
             self._threads,
             self._member_gone,
         )
-        offers = {}
         for name in self._transports:
             exporter = make_exporter(name, environment)
             self._exporters.append(exporter)
             exporter.register(staging.slots, staging.header)
-            offers[name] = exporter.export()
-            if self._data_host is not None:
-                offers[name]["at"] = self._data_host
-        return offers
+
+    def _offers(self) -> dict[str, dict[str, str]]:
+        """What readers need to connect to the slots."""
+        at = {} if self._data_host is None else {"at": self._data_host}
+        named = zip(self._transports, self._exporters, strict=True)
+        return {name: exporter.export() | at for name, exporter in named}
+
+    def _follow(self, staging: Staging) -> None:
+        """Stage what the coordinator wants staged by now."""
+        if self._line.stage is not None:
+            staging.follow(self._line.stage)
+            if any([exporter.grow() for exporter in self._exporters]):
+                self._line.send(m.Offers, self._offers())
 
     def _data_context(self) -> zmq.Context[Any]:
         """The context of this process's data sockets; strangers without a key are turned away."""
@@ -231,16 +241,15 @@ class Publisher:
         with contextlib.suppress(WeightSyncError):
             self._line.send(m.MemberGone, instance)
 
-    def _tend(self, staging: Staging, offers: dict[str, dict[str, str]]) -> None:
+    def _tend(self, staging: Staging) -> None:
         """The thread that obeys the coordinator between publishes."""
         while (order := self._line.next_order()) is not None:
             try:
                 if isinstance(order, m.Enlisted):
-                    self._line.send(m.Offers, offers)
+                    self._line.send(m.Offers, self._offers())
                     continue
                 with self._publishing, torch.no_grad():
-                    if self._line.stage is not None:
-                        staging.follow(self._line.stage)
+                    self._follow(staging)
                     digests = staging.extend(order)
                 if digests is not None:
                     self._line.send(m.Extended, order.version, digests)
@@ -286,8 +295,7 @@ class Publisher:
                 self._version = version
             return Ticket(None, catalogue, version, self.epoch)
         try:
-            if self._line.stage is not None:
-                staging.follow(self._line.stage)
+            self._follow(staging)
             staging.headers.open(granted.slot, granted.generation)
             self._held[granted.slot] = version
             digests = staging.stage(granted.slot, granted.generation)

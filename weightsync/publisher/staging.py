@@ -167,6 +167,8 @@ class Staging:
                 )
             check_memory((size - self._used) * self._count, "the orders of further layouts")
             self._used = size
+            for slot in self.slots:
+                slot.used = size
 
     def _between(self, cells: Int64s, origins: Int64s) -> tuple[Int64s, Int64s]:
         """Moves of cells out of the cells that hold them, both in one slot."""
@@ -284,4 +286,4 @@ def _require_castable(name: str, source: DType, wire: DType) -> None:
 def _make_slot(name: str, size: int, capacity: int = 0) -> LocalSlot:
     """`size` bytes with their pages, and room to grow in address space."""
     segment = Segment.create(name, size, capacity=capacity)
-    return LocalSlot(segment, segment.map(writable=True, populate=max(size, 1)))
+    return LocalSlot(segment, segment.map(writable=True, populate=max(size, 1)), size)

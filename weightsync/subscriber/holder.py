@@ -20,10 +20,10 @@ class Holder:
     by its generation that it holds something else."""
 
     def __init__(self, mode: SwapMode, environment: Environment, data_host: str) -> None:
-        self._slots = [LocalSlot(segment, mapping) for segment, mapping in mode.slot_memory()]
+        self._slots = [LocalSlot(segment, mapping, mapping.size) for segment, mapping in mode.slot_memory()]
         self._bases = np.array([slot.mapping.address for slot in self._slots], np.uint64)
         segment = Segment.create("weightsync-server-headers", HUGE_PAGE)
-        self._header = LocalSlot(segment, segment.map(writable=True))
+        self._header = LocalSlot(segment, segment.map(writable=True), HUGE_PAGE)
         self._headers = SlotHeaders(self._header.mapping)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._exporters: list[Exporter] = []

@@ -25,6 +25,12 @@ def transport_names() -> list[str]:
     return sorted({*built_in, *(point.name for point in entry_points(group="weightsync.transports"))})
 
 
+def default_transports() -> tuple[str, ...]:
+    """What a publisher offers unless told otherwise: nixl only where there is a NIC that it is made for."""
+    is_for_nixl = "nixl" in transport_names() and import_module(_BUILT_IN["nixl"]).has_rdma()
+    return ("shm", "nixl", "zmq") if is_for_nixl else ("shm", "zmq")
+
+
 def make_exporter(name: str, environment: Environment) -> Exporter:
     """The publisher's end of transport `name`."""
     exporter: Exporter = import_module(_home(name)).EXPORTER(environment)

@@ -50,12 +50,13 @@ class Caps:
     device_memory: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LocalSlot:
-    """A staging slot as its owner sees it."""
+    """A staging slot as its owner sees it; its first `used` bytes have pages, the rest is room to grow."""
 
     segment: Segment
     mapping: Mapping
+    used: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,10 @@ class Exporter(ABC):
     @abstractmethod
     def register(self, slots: list[LocalSlot], header: LocalSlot) -> None:
         """Take note of all slots and of the header page (see `SlotHeaders`), once."""
+
+    def grow(self) -> bool:
+        """More of the slots is used by now; whether `export` says something else from here on."""
+        return False
 
     @abstractmethod
     def export(self) -> dict[str, str]:

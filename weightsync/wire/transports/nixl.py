@@ -1,8 +1,9 @@
 """Across machines by NIXL (UCX): one-sided READs of registered slots; RDMA where there is a NIC for it, else TCP or CMA.
 
-The exporter registers each slot once. The reader keeps a ring of registered buffers and READs ranges of a slot into it, several
-at once, by descriptors that are prepared once for each plan; what has landed is digested while it is copied to its place,
-still warm in cache. How far a slot is staged is read from its header in the same way, so the publisher takes no part.
+The exporter registers what is used of each slot. The reader keeps a ring of registered buffers and READs ranges of a slot
+into it, several at once, by descriptors that are prepared once for each plan; what has landed is digested while it is copied
+to its place, by a thread of its own, while the next are on their way. How far a slot is staged is read from its header in
+the same way, so the publisher takes no part.
 
 Data is not encrypted, and who has the offer can read: with keys, `auto` passes it over.
 """
@@ -14,10 +15,12 @@ import contextlib
 import hashlib
 import importlib
 import logging
+import mmap
 import secrets
 import threading
 import time
 from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +29,7 @@ import numpy as np
 
 from weightsync import _native
 from weightsync.errors import ConfigError, EvictedError, TransportError, WeightSyncError
-from weightsync.segment import Segment
+from weightsync.segment import Segment, round_up
 from weightsync.wire.plan import Plan
 from weightsync.wire.transport import (
     HEADER_STRIDE,
@@ -41,7 +44,7 @@ from weightsync.wire.transport import (
 from weightsync.wire.transports.chunks import Chunk, cut_plan
 
 CHUNK_BYTES = 4 << 20
-_RING = 4
+_RING = 6
 _PROBE_BYTES = 64 << 10
 _SPIN_S, _STAGING_S = 20e-6, 200e-6
 _IDLE_S, _BUSY_S, _STILL_BUSY_S = 5e-3, 50e-6, 2.0
@@ -61,25 +64,39 @@ class NixlExporter(Exporter):
         self._name = f"weightsync-{secrets.token_hex(8)}"
         self._agent = _make_agent(self._name)
         self._stopping = threading.Event()
+        self._registered: list[Any] = []
+        self._sizes: list[int] = []
         self._thread: threading.Thread | None = None
 
     def register(self, slots: list[LocalSlot], header: LocalSlot) -> None:
         self._probe = Segment.create("weightsync-nixl-probe", _PROBE_BYTES)
         self._pattern = self._probe.map(writable=True)
         self._pattern.array[:_PROBE_BYTES] = np.frombuffer(_probe_pattern(self._token), np.uint8)
-        self._places = [
-            (place.address, place.size)
-            for place in (self._pattern, header.mapping, *(s.mapping for s in slots))
-        ]
-        self._registered = self._agent.register_memory([(*place, 0, "") for place in self._places], "DRAM")
+        self._slots, self._fixed = slots, [self._pattern, header.mapping]
+        self._register([(place.address, place.size) for place in self._fixed])
+        self.grow()
         self._thread = threading.Thread(target=self._progress, name="weightsync-nixl", daemon=True)
         self._thread.start()
 
+    def grow(self) -> bool:
+        sizes = [round_up(max(slot.used, 1), mmap.PAGESIZE) for slot in self._slots]
+        if sizes == self._sizes:
+            return False
+        # the ranges before stay registered, since somebody may be reading them
+        self._register([(slot.mapping.address, size) for slot, size in zip(self._slots, sizes, strict=True)])
+        self._sizes = sizes
+        return True
+
+    def _register(self, places: list[tuple[int, int]]) -> None:
+        self._registered.append(self._agent.register_memory([(*place, 0, "") for place in places], "DRAM"))
+
     def export(self) -> dict[str, str]:
+        places = [(place.address, place.size) for place in self._fixed]
+        places += [(slot.mapping.address, size) for slot, size in zip(self._slots, self._sizes, strict=True)]
         return {
             "agent": base64.b64encode(self._agent.get_agent_metadata()).decode(),
             "token": self._token.hex(),
-            "places": ",".join(f"{address:x}:{size:x}" for address, size in self._places),
+            "places": ",".join(f"{address:x}:{size:x}" for address, size in places),
             "rdma": str(int(has_rdma())),
         }
 
@@ -89,7 +106,8 @@ class NixlExporter(Exporter):
         self._stopping.set()
         if self._thread is not None:
             self._thread.join(timeout=5.0)
-            self._agent.deregister_memory(self._registered)
+            for registered in self._registered:
+                self._agent.deregister_memory(registered)
             self._pattern.close()
             self._probe.close()
         del self._agent
@@ -124,6 +142,7 @@ class NixlReader(Reader):
         self._segment: Segment | None = None
         self._is_broken = False
         self._headers: dict[int, Any] = {}
+        self._lander = ThreadPoolExecutor(1, "weightsync-nixl-land")
 
     def why_not(self, offer: dict[str, str]) -> str | None:
         if self._environment.keys:
@@ -189,6 +208,7 @@ class NixlReader(Reader):
 
     def _read(self, moves: _Moves, job: ReadJob) -> None:
         flying: deque[int] = deque()
+        landing: deque[Future[None]] = deque()
         begun, staged = 0, self._staged(job)
         last = told = time.monotonic()
         self._tell()
@@ -202,29 +222,33 @@ class NixlReader(Reader):
                 if now - told > _TELL_S:
                     self._tell()
                     told = now
-                while begun < len(moves.chunks) and len(flying) < _RING:
+                while landing and landing[0].done():
+                    landing.popleft().result()
+                while begun < len(moves.chunks) and len(flying) + len(landing) < _RING:
                     chunk = moves.chunks[begun]
                     if chunk.offset + chunk.length > staged:
                         break
                     self._begin(moves, job.slot, begun)
                     flying.append(begun)
                     begun += 1
-                if flying:
-                    number = flying[0]
-                    if self._is_done(moves.transfers[job.slot, number]):
-                        flying.popleft()
-                        moves.chunks[number].land(self._ring.address + number % _RING * CHUNK_BYTES, job)
-                        last = time.monotonic()
-                    else:
-                        time.sleep(_SPIN_S)
-                if not flying and begun < len(moves.chunks):
+                if flying and self._is_done(moves.transfers[job.slot, flying[0]]):
+                    number = flying.popleft()
+                    address = self._ring.address + number % _RING * CHUNK_BYTES
+                    landing.append(self._lander.submit(moves.chunks[number].land, address, job))
+                    last = time.monotonic()
+                elif flying or len(landing) == _RING:
+                    time.sleep(_SPIN_S)
+                elif begun < len(moves.chunks):
                     before, staged = staged, self._staged(job)
                     if staged > before:
                         last = time.monotonic()
                     elif moves.chunks[begun].offset + moves.chunks[begun].length > staged:
                         time.sleep(_STAGING_S)
+            while landing:
+                landing.popleft().result()
         except BaseException:
             self._settle(moves, job.slot, flying)
+            wait(landing)
             raise
         self._staged(job)  # raises if the slot was reused meanwhile
 
@@ -301,6 +325,7 @@ class NixlReader(Reader):
                 self._agent.remove_remote_agent(self._peer)
                 self._agent.deregister_memory(self._registered)
             self._agent = None
+        self._lander.shutdown()
         if self._segment is not None:
             self._ring.close()
             self._segment.close()
