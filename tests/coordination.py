@@ -5,7 +5,11 @@ from __future__ import annotations
 import time
 from types import SimpleNamespace
 
+from torch import distributed
+
+import weightsync as ws
 import weightsync.publisher.line
+from tests import sharded
 from weightsync.wire.address import parse_address
 from weightsync.wire.coordinator import Coordinator
 
@@ -42,3 +46,12 @@ def promote(state: State) -> None:
 
 def roll_back(state: State) -> None:
     state.pub.rollback()
+
+
+def open_in_group(state: State, address: str, rank: int, ranks: int, store: str) -> None:
+    """A publisher of a process group, with a row of a tensor in each rank."""
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    state.stack.callback(distributed.destroy_process_group)
+    state.pub = state.stack.enter_context(ws.Publisher.from_process_group(address, coordinator="external"))
+    state.shards = sharded.shards_of(sharded.MODEL, "rows", rank, ranks)
+    state.pub.register(state.shards, timeout_s=20.0)

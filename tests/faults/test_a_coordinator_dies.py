@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -178,6 +179,20 @@ def test_several_ranks_go_on_with_the_next_coordinator(peer: Make) -> None:
     for version in (2, 3):
         assert together(ranks, sharded.publish_rank, version, members=1) == [version, version]
         server.call(sharded.await_content, version, version)
+
+
+def test_a_process_group_publishes_through_it(peer: Make, tmp_path: Path) -> None:
+    coordinator, address = a_coordinator(peer)
+    ranks, server = [peer(), peer()], peer()
+    for number, rank in enumerate(ranks):
+        rank.tell(coordination.open_in_group, address, number, 2, str(tmp_path / "store"))
+    for rank in ranks:
+        rank.reply()
+    server.call(sharded.open_servers, address, "columns", range(1), 1)
+    coordinator.kill()
+    a_coordinator(peer, address)
+    assert together(ranks, sharded.publish_rank, 1, members=1) == [1, 1]
+    server.call(sharded.await_content, 1, 1)
 
 
 @pytest.mark.parametrize("who", ["rank", "rank and coordinator"])

@@ -334,7 +334,7 @@ def test_whatever_happens_those_that_stay_get_everything(count, data):
                 made.join(f"late{step}", enroll=False)
                 if not made.enroll(f"late{step}"):
                     del made.readers[f"late{step}".encode()]
-            case "again":
+            case "again" if len(alive) > 1:
                 made.leave(victim)
                 made.join(victim, enroll=False)
                 if not made.enroll(victim):
