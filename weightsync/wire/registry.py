@@ -22,7 +22,8 @@ LADDER = ("shm", "nixl", "zmq")
 def transport_names() -> list[str]:
     """Every transport installed here."""
     built_in = [name for name in _BUILT_IN if name not in _PACKAGES or find_spec(_PACKAGES[name])]
-    return sorted({*built_in, *(point.name for point in entry_points(group="weightsync.transports"))})
+    others = (point.name for point in entry_points(group="weightsync.transports"))
+    return sorted({*built_in, *(name for name in others if name not in _BUILT_IN)})
 
 
 def default_transports() -> tuple[str, ...]:
