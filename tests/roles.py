@@ -204,6 +204,10 @@ def members(state: State) -> list[tuple[str, int | None]]:
     return [(member.name, member.live_version) for member in state.pub.status().members]
 
 
+def live_versions(state: State) -> dict[str, int | None]:
+    return dict(members(state))
+
+
 def holders(state: State) -> list[str]:
     """Who holds which slots."""
     found: list[str] = state.pub._coordinator.look(
@@ -332,8 +336,8 @@ def flip_after_reading(state: State, at_version: int, times: int) -> None:
     read = shm_transport.ShmReader.read
     left = [times]
 
-    def spoiled(self: shm_transport.ShmReader, job: Any) -> None:
-        read(self, job)
+    def spoiled(self: shm_transport.ShmReader, moves: Any, job: Any) -> None:
+        read(self, moves, job)
         if job.generation == at_version and left[0]:
             left[0] -= 1
             ctypes.c_uint8.from_address(int(job.destinations[3]) + 9).value ^= 4

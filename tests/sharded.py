@@ -27,7 +27,7 @@ import torch
 import weightsync as ws
 import weightsync.wire.link
 import weightsync.wire.ranks
-from tests.roles import settle
+from tests.roles import settle, stop_serving
 from weightsync import Box, Shard
 from weightsync.errors import SyncTimeoutError, WeightSyncError
 from weightsync.subscriber import session
@@ -334,16 +334,6 @@ def serve(state: State) -> None:
 
 def _starts(shard: Shard, number: int) -> bool:
     return torch.equal(shard.view, part(content(shard.name, shard.shape, number), shard.box))
-
-
-def stop_serving(state: State) -> list[tuple[int, int]]:
-    """(version, content) in the order in which they were seen."""
-    state.enough.set()
-    state.server.join(20.0)
-    assert not state.server.is_alive()
-    if state.trouble:
-        raise state.trouble[0]
-    return list(state.seen)
 
 
 def misread(state: State, how: str, name: str) -> None:

@@ -6,6 +6,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from weightsync.standing import Standing
@@ -127,7 +128,7 @@ class World:
         if self.published < self.setting.versions:
             yield "publish", True, World._publish
         for version in self._available() if self._may("withdraw") else ():
-            yield f"withdraw {version}", True, lambda w, v=version: w._withdraw(v)  # type: ignore[misc]
+            yield f"withdraw {version}", True, partial(World._withdraw, version=version)
         if not self.has_group and any(rank is not None for rank in self.ranks):
             yield "form a group", False, World._form_group
 
@@ -160,7 +161,7 @@ class World:
                     lambda w: w._set(r, to_rank=host.to_rank[1:]),
                 )
         for number, message in enumerate(host.stale):
-            yield f"{r} gets a stale {_name(message)}", True, lambda w, n=number: w._get_stale(r, n)  # type: ignore[misc]
+            yield f"{r} gets a stale {_name(message)}", True, partial(World._get_stale, r=r, number=number)
         if not host.to_coordinator and not host.to_rank and self._has_news(r):
             yield f"{r} beats", False, lambda w: w._beat(r)
         if host.reading is not None:

@@ -32,7 +32,7 @@ def require_progress(found: Search) -> None:
 @pytest.mark.parametrize("drive", ["agreement", "engine"])
 @pytest.mark.parametrize("slots", [2, 3])
 def test_every_order_of_events_with_one_lost_message(drive: str, slots: int) -> None:
-    found = search(Setting(drive=drive, slots=slots, versions=2, faults=each(1, "lose"), total=1), 20_000)  # type: ignore[arg-type]
+    found = search(Setting(drive=drive, slots=slots, versions=2, faults=each(1, "lose"), total=1), 20_000)  # type: ignore[arg-type]  # a Literal, from parametrize
     assert found.is_complete and found.states > 3_000
     require_progress(found)
 
@@ -64,7 +64,7 @@ def test_the_first_tens_of_thousands_of_states_with_faults(setting: Setting, lim
     ],
 )
 def test_long_runs_with_every_fault(ranks: int, drive: str, slots: int, runs: int) -> None:
-    setting = Setting(ranks=ranks, drive=drive, slots=slots, faults=each(2, *ALL_FAULTS), total=5)  # type: ignore[arg-type]
+    setting = Setting(ranks=ranks, drive=drive, slots=slots, faults=each(2, *ALL_FAULTS), total=5)  # type: ignore[arg-type]  # a Literal, from parametrize
     states = 0
     reached = {"live": 0, "rolled back": 0}
     for seed in range(runs):
