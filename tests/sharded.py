@@ -27,7 +27,7 @@ import torch
 import weightsync as ws
 import weightsync.wire.link
 import weightsync.wire.ranks
-from tests.roles import settle, stop_serving
+from tests.roles import settle
 from weightsync import Box, Shard
 from weightsync.errors import SyncTimeoutError, WeightSyncError
 from weightsync.subscriber import session

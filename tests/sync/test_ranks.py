@@ -111,7 +111,7 @@ def test_servers_never_see_a_mixture_while_ranks_publish_at_their_own_pace(
     for process in trainer:
         assert [process.reply() for _ in range(8)] == list(range(1, 9))
         process.call(sharded.await_ticket, "live")
-    seen = server.call(sharded.stop_serving)
+    seen = server.call(roles.stop_serving)
     assert all(version == number for version, number in seen) and seen[-1] == (8, 8)
     assert seen == sorted(seen)
 
@@ -136,7 +136,7 @@ def test_who_comes_late_with_another_cut_gets_the_sealed_version_and_all_after_i
         late.call(sharded.await_content, number, number)
     for process in trainer:
         process.call(sharded.await_ticket, "live")
-    seen = early.call(sharded.stop_serving)
+    seen = early.call(roles.stop_serving)
     assert seen == sorted(seen) and seen[-1] == (4, 4) and all(v == n for v, n in seen)
 
 
@@ -204,7 +204,7 @@ def test_a_rank_killed_while_it_stages_costs_that_version_only(peer: Peers, addr
     assert publish([first, third], 3, members=2) == 3
     first.call(sharded.await_ticket, "live")
     server.call(sharded.await_content, 3, 3)
-    seen = server.call(sharded.stop_serving)
+    seen = server.call(roles.stop_serving)
     assert {number for _, number in seen} <= {1, 3} and seen[-1] == (3, 3)
 
 
@@ -316,7 +316,7 @@ def test_when_rank_0_is_killed_the_others_get_an_error_and_a_new_set_of_ranks_is
         second.call(sharded.publish_rank, 4, timeout_s=0.5)
     assert publish(trainer, 5, members=2) == 2
     server.call(sharded.await_content, 2, 5)
-    seen = server.call(sharded.stop_serving)
+    seen = server.call(roles.stop_serving)
     assert [number for _, number in seen][-1] == 5 and {number for _, number in seen} <= {1, 3, 5}
 
 
