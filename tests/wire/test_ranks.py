@@ -248,3 +248,16 @@ def test_a_rank_that_starts_again_learns_how_far_its_epoch_is(scene):
     scene.begin(2, 0)
     said = scene.enlist(1, instance="another", takeover=True)
     assert of_kind(said, m.Enlisted) == [m.Enlisted(EPOCH, 2)]
+
+
+def test_a_version_is_staged_though_every_member_has_gone_meanwhile(scene):
+    route = scene.join("a")
+    for rank in (0, 1):
+        scene.begin(1, rank)
+    scene.tell(route, m.Bye(EPOCH))
+    for rank in (0, 1):
+        scene.seal(1, rank)
+    scene.tell(scene.route(0), m.AwaitStage(EPOCH, 99, 1, "staged", 1.0))
+    assert scene.answer() == m.Answer(EPOCH, 99)
+    scene.tell(scene.route(0), m.AwaitStage(EPOCH, 100, 1, "ready", 1.0))
+    assert error_of(scene.answer()) == ("VersionError", "version 1: every member was lost: a")

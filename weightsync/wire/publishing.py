@@ -353,7 +353,8 @@ class Publishing:
                 raise VersionError(
                     f"version {version}: the coordinator started again since, and does not know what became of it"
                 )
-            record.raise_if_refused()
+            if record.aborted or stage != "staged":  # who has gone since does not unmake what is sealed
+                record.raise_if_refused()
             is_there = record.sealed is not None and (stage == "staged" or not record.missing(stage))
             return m.Answer(books.epoch, ask.request) if is_there else None
 
