@@ -153,8 +153,9 @@ class Receiver:
     def stand(self) -> None:
         """Called locked: tell the coordinator where this rank stands, if it votes."""
         if self.votes.is_voting and self.session is not None:
-            has_room = self._announce is None and self.votes.spare_slot(self.table) is not None
-            self._send(self.votes.stand(self.session.epoch, has_room))
+            if self._mode.borrows_slots:
+                self._let_go_unneeded()
+            self._send(self.votes.stand(self.session.epoch, self._announce is None and self._has_room()))
 
     def lose(self, reason: str) -> None:
         """The publisher is gone: stop reading, keep serving."""
@@ -212,7 +213,7 @@ class Receiver:
     def _is_to_read(self, announce: m.Announce) -> bool:
         if not announce.ballot:
             return announce.version > self._newest_tried
-        if self.votes.grant(announce, self.table):
+        if self.votes.grant(announce, self.table, is_idle=self._is_idle()):
             return True
         self._announce = None
         self._send(m.Release(announce.epoch, announce.version))
@@ -227,11 +228,23 @@ class Receiver:
             self._send(m.Pull(self.session.epoch, self._newest_tried))
 
     def _has_room(self) -> bool:
-        pending = self.table.find(SlotState.VERIFIED)
         if self._mode.borrows_slots:  # two pending ones would starve the publisher
-            return not pending
-        is_idle = bool(pending) and time.monotonic() - self._verified_at > _IDLE_S
-        return self.table.has_room() or is_idle
+            return not self.table.find(SlotState.VERIFIED)
+        if self.votes.is_voting:
+            return self.votes.spare_slot(self.table, is_idle=self._is_idle()) is not None
+        return self.table.has_room() or self._is_idle()
+
+    def _is_idle(self) -> bool:
+        return bool(self.table.find(SlotState.VERIFIED)) and time.monotonic() - self._verified_at > _IDLE_S
+
+    def _let_go_unneeded(self) -> None:
+        """What was borrowed and can't go live, since its ballot was cancelled, goes back to the publisher."""
+        for number in self.table.find(SlotState.VERIFIED):
+            slot = self.table.slots[number]
+            if self.votes.may_refill(slot):
+                self.table.move(number, SlotState.EMPTY)
+                self._send(m.Release(slot.epoch, slot.version))
+        self.votes.forget_absent(self.table)
 
     def _begin_session(self, welcome: m.Welcome) -> None:
         with self.changed:
@@ -336,8 +349,8 @@ class Receiver:
             self._on_verified(announce.version, took)
 
     def _take_slot(self, announce: m.Announce) -> int:
-        if announce.ballot:
-            return self.votes.take_slot(self.table, announce.epoch, announce.version)
+        if announce.ballot and not self._mode.borrows_slots:
+            return self.votes.take_slot(self.table, announce.epoch, announce.version, is_idle=self._is_idle())
         if not self._mode.borrows_slots:
             return self.table.take(announce.epoch, announce.version)
         if self.table.slots[announce.slot].state is SlotState.RETIRED:

@@ -157,7 +157,7 @@ class Subscriber:
             None, self._keys, self._address.host if self._address.scheme == "tcp" else "127.0.0.1", self._instance,
             threads, lambda instance: None,
         )  # fmt: skip
-        self._votes = Votes(self._mode.is_separate, initial_version)
+        self._votes = Votes(self._mode.is_separate, self._ranks == 1, initial_version)
         self._changed = threading.Condition()
         self._switch = Switch(
             self._mode, self._table, self._votes, None if initial_version is None else Live(0, initial_version),

@@ -106,6 +106,8 @@ class Switch:
         target = self._votes.ordered(number)
         if target is None:
             self._stand()
+            if self._votes.commit.poisoned is not None:
+                raise VersionError(self._votes.commit.poisoned)
             return None
         places = (SlotState.VERIFIED, SlotState.RETIRED)
         slots = enumerate(self._table.slots)
@@ -129,17 +131,15 @@ class Switch:
             self._table.move(number, SlotState.RETIRED)
         self.live = live = Live(slot.epoch, slot.version, slot.digests, slot.recipe)
         pause = time.perf_counter() - started
-        if ballot:
-            self._votes.commit.switched(ballot)
-            self._votes.forget_absent(self._table)
-        else:
-            self._votes.went_live(live.epoch, live.version)
-            for pending in self._table.find(SlotState.VERIFIED) if not is_back else ():
+        self._votes.went_live(live.epoch, live.version, ballot)
+        if not ballot and not is_back:
+            for pending in self._table.find(SlotState.VERIFIED):
                 self._drop(pending)
         if self._mode.borrows_slots:
             retired = self._table.find(SlotState.RETIRED)
             for old in retired[: max(0, len(retired) - self._table.keep)]:
                 self._drop(old)
+        self._votes.forget_absent(self._table)
         self._send(m.Live(live.epoch, live.version, pause))
         self._stand()
         self._changed.notify_all()

@@ -11,18 +11,23 @@ from weightsync.wire.ballots import ballot_of_wire, stand_of
 
 
 class Votes:
-    """Not locked; the receiver's lock guards it. `is_separate`: the live weights lie outside the slots.
+    """Not locked; the receiver's lock guards it. `is_separate`: the live weights lie outside the slots. `is_whole`: this rank
+    is all of its replica.
 
     While `is_voting` is false (alone, with the policy `each`) versions go live without a vote.
     """
 
-    def __init__(self, is_separate: bool, live: int | None) -> None:
+    def __init__(self, is_separate: bool, is_whole: bool, live: int | None) -> None:
         self.is_voting = False
-        self._is_separate = is_separate
+        self._is_separate, self._is_whole = is_separate, is_whole
         self._live: tuple[int, int] | None = None if live is None else (0, live)
         self.commit = RankCommit(None if live is None else key_of(0, live))
 
     # ---- the coordinator's orders
+
+    def start_over(self) -> None:
+        """What is held is not what it was: the next welcome takes stock. Only for the whole of a replica."""
+        self.is_voting = False
 
     def enter(self, session: int, table: SlotTable) -> None:
         """A welcome: votes count under this session; 0: none are needed."""
@@ -50,10 +55,10 @@ class Votes:
             case m.Cancel():
                 self.commit.on_cancel(order.session, ballot_of_wire(order.ballot))
 
-    def grant(self, announce: m.Announce, table: SlotTable) -> bool:
+    def grant(self, announce: m.Announce, table: SlotTable, *, is_idle: bool) -> bool:
         """Whether an announced version must be read now."""
         key = key_of(announce.epoch, announce.version)
-        if key not in self.commit.complete and self.spare_slot(table) is None:
+        if key not in self.commit.complete and self.spare_slot(table, is_idle=is_idle) is None:
             return False
         return self.commit.on_grant(self.commit.session, Ballot(announce.ballot, key))
 
@@ -63,19 +68,25 @@ class Votes:
 
     # ---- slots
 
-    def spare_slot(self, table: SlotTable) -> int | None:
-        """A slot to fill: an empty one, else the oldest that the replica can't need."""
+    def spare_slot(self, table: SlotTable, *, is_idle: bool) -> int | None:
+        """A slot to fill: an empty one, else the oldest that the replica can't need. `is_idle`: no step follows what was
+        decided, so that who is the whole of his replica may make way for a newer version."""
         found = [*table.find(SlotState.EMPTY)]
         retired, pending = table.find(SlotState.RETIRED), table.find(SlotState.VERIFIED)
         spare = [*retired, *pending] if len(retired) > table.keep else [*pending, *retired]
-        found += [number for number in spare if self._may_refill(table.slots[number])]
+        found += [number for number in spare if self.may_refill(table.slots[number])]
+        if is_idle and self._is_whole and self.commit.ready is not None:
+            decided = of_key(self.commit.ready.version)
+            found += [n for n in pending if (table.slots[n].epoch, table.slots[n].version) == decided]
         return found[0] if found else None
 
-    def take_slot(self, table: SlotTable, epoch: int, version: int) -> int:
+    def take_slot(self, table: SlotTable, epoch: int, version: int, *, is_idle: bool) -> int:
         """Start filling `spare_slot`. Raises UsageError if there is none."""
-        number = self.spare_slot(table)
+        number = self.spare_slot(table, is_idle=is_idle)
         if number is None:
             raise UsageError("no slot is free")
+        if not self.may_refill(table.slots[number]):
+            self.commit.give_up()
         if table.slots[number].state is not SlotState.EMPTY:
             table.move(number, SlotState.EMPTY)
         table.take_this(number, epoch, version)
@@ -108,11 +119,14 @@ class Votes:
         key = self.commit.order(number)
         return None if key is None else of_key(key)
 
-    def went_live(self, epoch: int, version: int) -> None:
-        """Without a vote."""
+    def went_live(self, epoch: int, version: int, number: int) -> None:
+        """By ballot `number`; 0: without a vote."""
         self._live = (epoch, version)
+        if number:
+            self.commit.switched(number)
 
-    def _may_refill(self, slot: Slot) -> bool:
+    def may_refill(self, slot: Slot) -> bool:
+        """Whether the replica can't need what is in it."""
         key, live = key_of(slot.epoch, slot.version), self.commit.live
         if self._is_separate and live is not None and live.version == key:
             return True  # what serves is a copy of it

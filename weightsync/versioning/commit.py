@@ -98,6 +98,11 @@ class RankCommit:
             raise UsageError(f"version {version} is live here or voted for, and can't be dropped")
         self._complete.discard(version)
 
+    def give_up(self) -> None:
+        """Not to follow the decision that is not live yet. Only for a rank that is the whole of its replica."""
+        self._votes = {vote for vote in self._votes if vote != self.decided}
+        self.decided = self.live
+
     # ---- at a step boundary
 
     @property
