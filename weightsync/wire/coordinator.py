@@ -96,7 +96,7 @@ class Coordinator:
             self.fleet.receive(LOCAL, message, now)
             self.fleet.settle(now)
             self._collect()
-        self._poke()
+            self._poke()  # locked: close() has not let go of the descriptor yet
 
     def look(self, action: Callable[[Fleet], Any]) -> Any:
         """Read the fleet under the lock; legal even after the end."""
