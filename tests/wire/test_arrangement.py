@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -240,3 +242,24 @@ def test_a_slot_is_not_filled_with_the_orders_of_ever_more_fleets():
     assert reasons[:2] == [None, None]
     assert reasons[-1] is not None and "3 layouts already" in reasons[-1]
     assert arrangement.cells.slot_bytes[0] <= 3 * 4096 * 4096 * 4 + (32 << 20)
+
+
+def test_what_is_planned_aside_is_told_when_it_is_done_and_made_again_if_a_version_began_meanwhile():
+    scene = Scene.opened([*whole(W), *whole(V)])
+    waiting: list[Callable[[], None]] = []
+
+    def aside(size: int, work: Callable[[], bool], done: Callable[[bool], None]) -> None:
+        waiting.append(lambda: done(work()))
+
+    scene.fleet.books.run_aside = aside
+    route = scene.join("a", wants=BOTTOM)
+    assert scene.take(route) and len(waiting) == 1
+    late = scene.join("b", wants=TOP)  # something else, while the first is planned
+    scene.publish(1)  # and the cells are in use from here on
+    waiting.pop()()
+    assert scene.take(route) == []
+    scene.turn()
+    waiting.pop()()
+    scene.turn()
+    assert boxes_in(scene.take_one(route, m.Plan).boxes) == [("w", str(Box((4, 0), (8, 6))))]
+    assert len(scene.take_one(late, m.Plan).ranks) == 8 and not waiting

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -85,6 +86,23 @@ class Arrangement:
                 if target.reads is None:
                     target.refusal = "the planner left a gap"
         return self.cells is not before
+
+    def clone(self) -> Arrangement:
+        """Another one with the same cells and targets; what is arranged in one is not seen in the other."""
+        other = copy(self)
+        other._numbers = [replace(target) for target in self._numbers]
+        other._targets = {(target.boxes, target.host): target for target in other._numbers}
+        return other
+
+    def take_targets(self, later: Arrangement) -> None:
+        """Those that were added to the one this was cloned from, since."""
+        for target in later._numbers[len(self._numbers) :]:
+            self.want(target.boxes, target.host)
+
+    @property
+    def size(self) -> int:
+        """Rows that planning works on, about: cells that are there, and boxes that are wanted."""
+        return len(self.cells.tensor) + sum(len(target.wants.tensor) for target in self._numbers)
 
     def refusal(self, number: int) -> str | None:
         """Why a target can't have what it wants."""

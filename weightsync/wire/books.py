@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from weightsync.errors import FencedError
 from weightsync.wire import messages as m
@@ -16,11 +16,16 @@ UNSETTLED = 1
 """The epoch of a coordinator that waits for ranks to tell it theirs; lower than any other."""
 
 
+RunAside = Callable[[int, Callable[[], bool], Callable[[bool], None]], None]
+"""(size, work, done): work that takes longer the larger `size`, then what to do with its result, under the owner's lock."""
+
+
 class Books:
     """`is_open`: all ranks have said where their slots are, so members may be welcomed. `must_arrange`: a member wants what
-    was not planned yet. `refused`: messages that could not be. `is_external`: the coordinator is not a part of a publisher,
-    so the epoch is that of the ranks that come; `new_epoch` is for those that have none. `epochs`: those by whose version
-    numbers the slots go."""
+    was not planned yet; `is_planning`: something is, by `run_aside`. `refused`: messages that could not be. `is_external`:
+    the coordinator is not a part of a publisher, so the epoch is that of the ranks that come; `new_epoch` is for those that
+    have none. `epochs`: those by whose version numbers the slots go.
+    """
 
     def __init__(self, *, address: str, publisher: str, epoch: int, is_external: bool = False) -> None:
         self.address, self.publisher, self.is_external = address, publisher, is_external
@@ -32,7 +37,8 @@ class Books:
         self.ballots = Ballots(self.epoch)
         self.arrangement: Arrangement | None = None
         self.is_open = False
-        self.must_arrange = False
+        self.must_arrange = self.is_planning = False
+        self.run_aside: RunAside = lambda size, work, done: done(work())
         self.fenced_by: str | None = None
         self.refused = 0
         self._out: list[tuple[bytes, m.ToMember]] = []

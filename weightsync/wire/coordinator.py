@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import zmq
@@ -42,6 +43,8 @@ LOCAL = b""
 _BATCH = 256
 _PROBE_S = 1.5
 _TAKEOVER_S = 15.0
+_PLANNED_AT_ONCE = 50_000
+"""Cells and wanted boxes that take some milliseconds to plan."""
 
 
 class Coordinator:
@@ -73,6 +76,8 @@ class Coordinator:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
         self._crash: BaseException | None = None
+        self._planner = ThreadPoolExecutor(1, "weightsync-planner")
+        self.fleet.books.run_aside = self._run_aside
         self._thread = threading.Thread(target=self._run, name="weightsync-coordinator", daemon=True)
         self._thread.start()
 
@@ -128,11 +133,34 @@ class Coordinator:
             self._collect()
         self._poke()
         self._thread.join(timeout=5.0)
+        self._planner.shutdown(wait=False)
         os.close(self._wake)
         self._wake = -1
         if self._auth is not None:
             self._auth.stop()
         self._context.term()
+
+    # ---- planning
+
+    def _run_aside(self, size: int, work: Callable[[], bool], done: Callable[[bool], None]) -> None:
+        """Called locked. Large plans take seconds, in which members must not think that nobody is there."""
+        if size < _PLANNED_AT_ONCE:
+            done(work())
+            return
+
+        def run() -> None:
+            try:
+                result = work()
+            except BaseException as crash:  # a thread's edge: kept, and raised to whoever calls next
+                self._crash = crash
+                self._poke()
+                return
+            with self._lock:
+                if not self._stopping:
+                    done(result)
+            self._poke()
+
+        self._planner.submit(run)
 
     # ---- binding
 
@@ -207,7 +235,7 @@ class Coordinator:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
         try:
-            while not self._stopping and not self.fleet.fenced_by:
+            while not (self._stopping or self._crash or self.fleet.fenced_by):
                 events = dict(poller.poll(self._patience_ms()))
                 if self._wake in events:
                     with contextlib.suppress(BlockingIOError):

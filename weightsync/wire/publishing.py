@@ -324,8 +324,8 @@ class Publishing:
 
     def settle(self) -> None:
         """Do what the messages of this turn made possible."""
-        if self._books.must_arrange and self._serving.arrange():
-            self._stage_all()
+        if self._books.must_arrange:
+            self._serving.arrange(self._stage_all)
         self.extend_newest()
 
     # ---- questions that wait

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from weightsync.config import MAX_MEMBERS
 from weightsync.errors import ConfigError, ProtocolError
 from weightsync.wire import messages as m
+from weightsync.wire.arrangement import Arrangement
 from weightsync.wire.ballots import ballot_to_wire
 from weightsync.wire.books import Books
 from weightsync.wire.layout import Boxes
@@ -180,15 +183,39 @@ class Serving:
         member.plan = None
         books.must_arrange = True
 
-    def arrange(self) -> bool:
-        """Make cells for what new members want, and tell them; whether what the ranks stage has changed."""
+    def arrange(self, on_change: Callable[[], None]) -> None:
+        """Make cells for what new members want, and tell them; `on_change`: what the ranks stage is another thing now. Large
+        ones are planned aside, while versions go on; a plan that the fleet has run away from is made again."""
         books = self._books
-        arrangement = books.arrangement
+        before = books.arrangement
+        if books.is_planning:
+            return
         books.must_arrange = False
-        if arrangement is None:
-            return False
-        is_mapped = any(member.plan and member.hello.holds is not None for member in books.members.values())
-        has_changed = arrangement.arrange(keep=is_mapped or bool(books.versions.held()))
+        if before is None:
+            return
+        keep, planned = self._are_cells_in_use(), before.clone()
+
+        def done(has_changed: bool) -> None:
+            books.is_planning = False
+            if books.arrangement is not before or (not keep and self._are_cells_in_use()):
+                books.must_arrange = True
+                return
+            planned.take_targets(before)
+            books.arrangement = planned
+            self._tell_plans(planned)
+            if has_changed:
+                on_change()
+
+        books.is_planning = True
+        books.run_aside(planned.size, lambda: planned.arrange(keep=keep), done)
+
+    def _are_cells_in_use(self) -> bool:
+        members = self._books.members.values()
+        is_mapped = any(member.plan and member.hello.holds is not None for member in members)
+        return is_mapped or bool(self._books.versions.held())
+
+    def _tell_plans(self, arrangement: Arrangement) -> None:
+        books = self._books
         for route, member in books.members.items():
             if member.target is None:
                 continue
@@ -197,10 +224,11 @@ class Serving:
                 member.target, member.state, member.error = None, "refused", refusal
                 member.is_counted = False
                 books.send(route, m.NoPlan(books.epoch, refusal))
+            elif arrangement.reads(member.target) is None:
+                books.must_arrange = True  # came while this was planned
             elif (plan := arrangement.plan(books.epoch, member.target)) != member.plan:
                 member.plan, member.is_counted = plan, True
                 books.send(route, plan)
-        return has_changed
 
     def forget_plans(self) -> None:
         """The layout is another one: everybody is planned anew."""
