@@ -67,8 +67,7 @@ def examine() -> Iterator[Finding]:
         "locked memory": memory.check_locked_memory,
         "open files": memory.check_open_files,
         "remap": paths.check_exchange,
-        "shm transport": partial(paths.check_transport, "shm"),
-        "zmq transport": partial(paths.check_transport, "zmq"),
+        **{f"{name} transport": partial(paths.check_transport, name) for name in paths.installed()},
     }
     for name, check in checks.items():
         try:

@@ -19,6 +19,7 @@ USES = {
     "shm": "same-host transfers fall back to zmq, several times slower",
     "zmq": "nothing reaches other hosts",
 }
+OTHER = "this path is not used"
 
 
 def check_exchange() -> Finding:
@@ -70,13 +71,20 @@ def _exchange_once() -> float | None:
     return seconds if is_right else None
 
 
+def installed() -> list[str]:
+    """Every transport, ours first."""
+    from weightsync.wire.registry import transport_names
+
+    return sorted(transport_names(), key=lambda name: (name not in USES, name))
+
+
 def check_transport(name: str) -> Finding:
     """Publish here, subscribe in a second process over one named transport, compare every bit there."""
     import weightsync as ws
 
     title = f"{name} transport"
     address = "tcp://127.0.0.1:0" if name == "zmq" else f"ipc://@weightsync-doctor-{uuid.uuid4().hex}"
-    other = {"shm": "zmq", "zmq": "shm"}[name]
+    other, cost = "shm" if name == "zmq" else "zmq", USES.get(name, OTHER)
     fix = f"see why with `weightsync --verbose doctor`; until then use transport={other!r}"
     try:
         with ws.Publisher(address, transports=(name,), name="doctor") as publisher:
@@ -84,9 +92,9 @@ def check_transport(name: str) -> Finding:
             publisher.publish()
             answer = _ask_peer(publisher.address, name)
     except (WeightSyncError, OSError, subprocess.SubprocessError) as error:
-        return Finding(title, State.FAIL, f"no roundtrip: {error}", USES[name], fix)
+        return Finding(title, State.FAIL, f"no roundtrip: {error}", cost, fix)
     if answer.error:
-        return Finding(title, State.FAIL, f"no roundtrip: {answer.error}", USES[name], fix)
+        return Finding(title, State.FAIL, f"no roundtrip: {answer.error}", cost, fix)
     if answer.different:
         return Finding(
             title, State.FAIL, f"wrong bits in {', '.join(answer.different)}", "weights would be wrong", fix
