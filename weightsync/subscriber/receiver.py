@@ -315,6 +315,7 @@ class Receiver:
         started = time.monotonic()
         try:
             filled = self._fill(session, announce, number, generation)
+            self._keep(session, announce, number, filled)
         except EvictedError:
             self._give_up(number, announce, SlotState.EMPTY)
         except TransportError as error:
@@ -327,17 +328,6 @@ class Receiver:
         except SyncTimeoutError as error:
             self._refuse(session, number, announce, error)
         else:
-            with self.changed:
-                self._newest_tried = announce.version
-                if self._announce is announce:
-                    self._announce = None
-                self.table.move(number, SlotState.VERIFIED)
-                self.table.slots[number].digests, self.table.slots[number].recipe = (
-                    filled.digests,
-                    session.recipe,
-                )
-                self._verified_at = time.monotonic()
-                self.votes.verified(announce.epoch, announce.version)
             took = time.monotonic() - started
             borrows = self._mode.borrows_slots
             slot = number if generation else -1
@@ -347,6 +337,20 @@ class Receiver:
             with self.changed:
                 self.stand()
             self._on_verified(announce.version, took)
+
+    def _keep(self, session: Session, announce: m.Announce, number: int, filled: Filled) -> None:
+        """The version is verified. Raises EvictedError if it was rolled back meanwhile."""
+        with self.changed:
+            self._newest_tried = announce.version
+            if self.table.is_bad(number):
+                raise EvictedError(f"version {announce.version} was rolled back")
+            if self._announce is announce:
+                self._announce = None
+            self.table.move(number, SlotState.VERIFIED)
+            slot = self.table.slots[number]
+            slot.digests, slot.recipe = filled.digests, session.recipe
+            self._verified_at = time.monotonic()
+            self.votes.verified(announce.epoch, announce.version)
 
     def _take_slot(self, announce: m.Announce) -> int:
         if announce.ballot and not self._mode.borrows_slots:

@@ -50,7 +50,6 @@ class Switch:
         self._mode, self._table, self._votes = mode, table, votes
         self._changed, self._send, self._stand = changed, send, stand
         self._on_live, self._on_failed = on_live, on_failed
-        self._bad: set[tuple[int, int]] = set()
 
     def swap(self) -> After:
         """At a step boundary of a server that decides alone, or that is the whole of its replica."""
@@ -69,9 +68,9 @@ class Switch:
     def undo(self, epoch: int, version: int) -> bool:
         """A version is bad: what waits of it is dropped. Whether it serves, so that the next boundary should go back."""
         with self._changed:
-            self._bad.add((epoch, version))
+            self._table.bad.add((epoch, version))
             for number in self._table.find(SlotState.VERIFIED):
-                if self._is_bad(number):
+                if self._table.is_bad(number):
                     self._drop(number)
             self._changed.notify_all()
             return self.live is not None and (self.live.epoch, self.live.version) == (epoch, version)
@@ -95,7 +94,7 @@ class Switch:
         if verified:
             return verified[-1]
         live = self.live
-        if live is not None and (live.epoch, live.version) in self._bad:
+        if live is not None and (live.epoch, live.version) in self._table.bad:
             try:
                 return self._previous()
             except UsageError:
@@ -167,16 +166,12 @@ class Switch:
         for number in reversed(self._table.find(SlotState.RETIRED)):
             slot = self._table.slots[number]
             is_older = (slot.epoch, slot.version) < (live.epoch, live.version) and slot.version >= 0
-            if is_older and not self._is_bad(number):
+            if is_older and not self._table.is_bad(number):
                 return number
         raise UsageError(
             f"no version before {live.version} is held any more (its slot is being refilled); slots=3 keeps one"
             + (', slots=4 with swap="copy"' if self._mode.is_separate else "")
         )
-
-    def _is_bad(self, number: int) -> bool:
-        slot = self._table.slots[number]
-        return (slot.epoch, slot.version) in self._bad
 
     def _drop(self, number: int) -> None:
         """Forget a slot's content; a borrowed one goes back to the publisher."""

@@ -44,10 +44,12 @@ class Slot:
 
 
 class SlotTable:
-    """The slots of one subscriber. Not locked; its owner is. `keep`: retired slots that are not refilled, for rollback."""
+    """The slots of one subscriber. Not locked; its owner is. `keep`: retired slots that are not refilled, for rollback.
+    `bad`: (epoch, version) of what was rolled back, and must never be made live."""
 
     def __init__(self, count: int, *, keep: int = 0) -> None:
         self.keep = keep
+        self.bad: set[tuple[int, int]] = set()
         self.slots = [Slot() for _ in range(count)]
 
     def move(self, number: int, to: SlotState) -> None:
@@ -69,6 +71,10 @@ class SlotTable:
         """Slots in `state`, oldest version first."""
         found = [number for number, slot in enumerate(self.slots) if slot.state is state]
         return sorted(found, key=lambda number: (self.slots[number].epoch, self.slots[number].version))
+
+    def is_bad(self, number: int) -> bool:
+        """Whether what is in the slot was rolled back."""
+        return (self.slots[number].epoch, self.slots[number].version) in self.bad
 
     def has_room(self) -> bool:
         """Whether `take` would succeed."""

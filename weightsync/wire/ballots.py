@@ -82,7 +82,9 @@ class Ballots:
     def offer(self, version: int) -> list[tuple[str, Order]]:
         """The version may be read from now on, and no older one that is not held already."""
         before, self._offered = self._offered, version
-        orders = [] if before is None else self._each(lambda replica: replica.withdrawn(self._key(before)))
+        orders: list[tuple[str, Order]] = []
+        if before is not None and before != version:
+            orders = self._each(lambda replica: replica.withdrawn(self._key(before)))
         return orders + self._each(lambda replica: replica.available(self._key(version)))
 
     def withdraw(self, version: int) -> list[tuple[str, Order]]:
@@ -103,6 +105,11 @@ class Ballots:
 
     def is_bad(self, version: int) -> bool:
         return version in self._bad
+
+    @property
+    def bad(self) -> list[int]:
+        """What was rolled back."""
+        return sorted(self._bad)
 
     def decide(self) -> list[tuple[str, Order]]:
         """What the policy makes of where the replicas stand now."""

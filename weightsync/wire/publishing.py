@@ -220,7 +220,7 @@ class Publishing:
         if version <= versions.newest or (staging is not None and version <= staging.version):
             newest = max(versions.newest, versions.begun)
             raise UsageError(f"version {version} is not newer than {newest}; versions only grow")
-        if staging is not None or (ask.max_lag is not None and books.members.laggards(version - ask.max_lag)):
+        if staging is not None or self._laggards(ask):
             return None
         slot = self._take_slot(ask.when_full == "evict")
         if slot is None and ask.when_full == "skip":
@@ -232,6 +232,13 @@ class Publishing:
         versions.slots[slot].begun.add(number)
         return m.Answer(books.epoch, ask.request, slot, versions.slots[slot].generation)
 
+    def _laggards(self, ask: m.Begin) -> list[str]:
+        """Whom `max_lag` waits for; nobody can be further on than the newest version that there is."""
+        newest = self._books.newest_good()
+        if ask.max_lag is None or newest is None:
+            return []
+        return self._books.members.laggards(min(ask.version - ask.max_lag, newest.version))
+
     def _why_not_begun(self, ask: m.Begin) -> str:
         books, versions = self._books, self._books.versions
         waited = f"version {ask.version} waited {ask.timeout_s:g} s"
@@ -241,7 +248,7 @@ class Publishing:
         if staging is not None:
             late = [f"rank {rank}" for rank in staging.late_ranks()]
             return f"{waited} for version {staging.version}, which {', '.join(late)} has not staged"
-        if ask.max_lag is not None and (laggards := books.members.laggards(ask.version - ask.max_lag)):
+        if laggards := self._laggards(ask):
             return f"max_lag={ask.max_lag}: {waited} for {', '.join(laggards)}"
         holders = versions.holders(books.members.labels())
         return (

@@ -60,7 +60,7 @@ class Rollout:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.promoted = 0
+        self._promotions: set[int] = set()
         self._released: set[int] = set()
         self._withdrawn: set[int] = set()
 
@@ -74,8 +74,13 @@ class Rollout:
             return f"version {_number(version)} is older than {_number(self.promoted)}, which was promoted already"
         if version not in known:
             return f"version {_number(version)} is unknown or no longer held; there are {sorted(map(_number, known)) or 'none'}"
-        self.promoted = version
+        self._promotions.add(version)
         return None
+
+    @property
+    def promoted(self) -> int:
+        """The newest promotion that was not rolled back; 0 before the first."""
+        return max(self._promotions - self._withdrawn, default=0)
 
     def withdraw(self, version: int) -> None:
         """The version is rolled back, or should not exist: it is never permitted again."""

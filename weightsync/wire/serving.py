@@ -98,6 +98,8 @@ class Serving:
         books.send(route, m.Welcome(
             books.epoch, books.publisher, books.arrangement.catalogue, offers, session, member.may_serve
         ))  # fmt: skip
+        for version in books.ballots.bad if member.seat is None else ():
+            books.send(route, m.Undo(books.epoch, version))  # it may have been away
 
     def remove(self, route: bytes, why: str, *, keep_pinned: bool) -> None:
         """A member is gone. `keep_pinned`: its process may only be stopped, and still serve from our slots."""
@@ -341,9 +343,14 @@ class Serving:
         """The version is bad, everywhere and for good."""
         self.obey(self._books.ballots.rollback(version))
         self.offer_newest()
+        slot = self._books.versions.slot_of(version)
         for route, member in self._books.members.items():
-            if member.seat is None:
-                self._books.send(route, m.Undo(self._books.epoch, version))
+            if member.seat is not None:
+                continue
+            self._books.send(route, m.Undo(self._books.epoch, version))
+            if slot is not None and slot.leases.get(member.instance) == "reading":
+                del slot.leases[member.instance]
+                self._books.send(route, m.Abort(self._books.epoch, version, "rolled back"))
 
     def obey(self, orders: list[tuple[str, Order]]) -> None:
         """Send what the replicas' states ask for."""
