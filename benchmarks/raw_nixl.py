@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
-from benchmarks.yardstick import aligned_buffer
+from weightsync.cli.bench.yardstick import aligned_buffer
 
 _CHUNK = 4 << 20
 

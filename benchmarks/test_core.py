@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.yardstick import PlainCopy, aligned_buffer, record
+from benchmarks.yardstick import record
 from weightsync import _native
+from weightsync.cli.bench.yardstick import PlainCopy, aligned_buffer
 from weightsync.moves import View, ViewTable, contiguous_strides
 from weightsync.types import DTYPES, Box
 

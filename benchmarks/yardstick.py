@@ -9,31 +9,10 @@ import numpy as np
 import torch
 
 from weightsync import _native
+from weightsync.cli.bench.yardstick import aligned_buffer
 from weightsync.moves import View, ViewTable, contiguous_strides
 from weightsync.tensors import dtype_name, find_tensors
 from weightsync.types import DTYPES
-
-
-def aligned_buffer(size_bytes: int) -> np.ndarray:
-    """A populated uint8 buffer that starts at a page, as slots do."""
-    raw = np.ones(size_bytes + 4096, np.uint8)
-    start = -raw.ctypes.data % 4096
-    return raw[start : start + size_bytes]
-
-
-class PlainCopy:
-    """Two populated buffers; `seconds()` is one copy from the first to the second."""
-
-    def __init__(self, size_bytes: int, threads: int = 2) -> None:
-        self._source, self._target = aligned_buffer(size_bytes), aligned_buffer(size_bytes)
-        self.threads = threads
-
-    def seconds(self) -> float:
-        started = time.perf_counter()
-        _native.memory_copy(
-            self._target.ctypes.data, self._source.ctypes.data, len(self._source), self.threads
-        )
-        return time.perf_counter() - started
 
 
 class PlainCopyOf:

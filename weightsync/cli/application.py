@@ -24,6 +24,7 @@ COMMANDS = {
     "coordinator": "weightsync.cli.coordinator:coordinator",
     "promote": "weightsync.cli.orders:promote",
     "rollback": "weightsync.cli.orders:rollback",
+    "bench": "weightsync.cli.bench.command:bench",
     "plan": "weightsync.cli.plan:plan",
     "doctor": "weightsync.cli.doctor.command:doctor",
     "keys": "weightsync.cli.keys:keys",

@@ -1,0 +1,1 @@
+"""`weightsync bench`: what a sync takes here, or between two hosts."""
