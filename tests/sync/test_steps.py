@@ -246,6 +246,23 @@ def test_a_rollback_serves_the_version_before_until_a_newer_one_comes(
         server.sub.close()
 
 
+@pytest.mark.parametrize(("swap", "slots"), [("remap", 3), ("flip", 3), ("copy", 4), ("adopt", 3)])
+def test_a_server_that_rolled_back_does_not_go_forward_when_it_joins_again(
+    publisher: ws.Publisher, trained: torch.nn.Module, serve: Callable[..., Server], swap: str, slots: int
+) -> None:
+    server = serve(swap=swap, slots=slots)
+    for number in (1, 2):
+        send(publisher, trained, 10 * number)
+        server.sub.wait_for(number, 20)
+    server.sub.rollback()
+    before = server.sub._receiver.session
+    server.sub._rejoin()
+    eventually(lambda: server.sub._receiver.session not in (before, None), "it has joined again")
+    send(publisher, trained, 30)  # after whatever was read again
+    publisher.rollback()
+    eventually(lambda: server.look() == (1, 10), "it serves the version before")
+
+
 def test_with_two_slots_a_rollback_works_or_says_what_it_takes(
     publisher: ws.Publisher, trained: torch.nn.Module, serve: Callable[..., Server]
 ) -> None:

@@ -165,6 +165,12 @@ class Receiver:
             self._is_pulling = False
             self.changed.notify_all()
 
+    def pull_older(self) -> None:
+        """Ask for whatever version there is, older ones too."""
+        with self.changed:
+            self._newest_tried, self._is_pulling = 0, False
+            self.changed.notify_all()
+
     def close(self) -> None:
         with self.changed:
             self._stopping = True
@@ -303,7 +309,7 @@ class Receiver:
         self.table.forget()
         for number, slot in kept:
             self.table.slots[number] = slot
-            self._newest_tried = slot.version
+            self._newest_tried = 0 if self.table.is_bad(number) else slot.version
 
     def _receive(self, announce: m.Announce) -> None:
         with self.changed:
@@ -343,6 +349,7 @@ class Receiver:
         with self.changed:
             self._newest_tried = announce.version
             if self.table.is_bad(number):
+                self._send(m.Release(announce.epoch, announce.version))
                 raise EvictedError(f"version {announce.version} was rolled back")
             if self._announce is announce:
                 self._announce = None

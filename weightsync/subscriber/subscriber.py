@@ -374,6 +374,8 @@ class Subscriber:
     def _undo(self, epoch: int, version: int) -> None:
         if self._switch.undo(epoch, version):
             self._gate.request_swap()
+        if self._switch.is_stranded:
+            self._require_started().pull_older()
 
     def _stand(self) -> None:
         if self._receiver is not None:

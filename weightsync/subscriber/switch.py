@@ -73,12 +73,21 @@ class Switch:
                 if self._table.is_bad(number):
                     self._drop(number)
             self._changed.notify_all()
-            return self.live is not None and (self.live.epoch, self.live.version) == (epoch, version)
+            return self._is_live_bad()
+
+    @property
+    def is_stranded(self) -> bool:
+        """A version that was rolled back serves, and nothing is held to go to instead."""
+        with self._changed:
+            return self._is_live_bad() and self._newest() is None
 
     def back(self) -> int:
-        """Make the version before the live one live again. Raises UsageError if none is held."""
+        """Make the version before the live one live again, and never this one. Raises UsageError if none is held."""
         with self._changed:
+            before = self.live
             self._make_live(self._previous())
+            if before is not None:
+                self._table.bad.add((before.epoch, before.version))
             return self.label("none")
 
     def label(self, last_error: str | None) -> int:
@@ -93,13 +102,7 @@ class Switch:
         verified = self._table.find(SlotState.VERIFIED)
         if verified:
             return verified[-1]
-        live = self.live
-        if live is not None and (live.epoch, live.version) in self._table.bad:
-            try:
-                return self._previous()
-            except UsageError:
-                return None  # nothing else is held; a newer version will come
-        return None
+        return self._older() if self._is_live_bad() else None
 
     def _follow(self, number: int) -> After:
         target = self._votes.ordered(number)
@@ -160,18 +163,28 @@ class Switch:
         return lambda: self._on_failed(slot.version, failure)
 
     def _previous(self) -> int:
-        live = self.live
-        if live is None:
+        if self.live is None:
             raise NotReadyError("there is no live version to roll back from")
+        number = self._older()
+        if number is None:
+            raise UsageError(
+                f"no version before {self.live.version} is held any more (its slot is being refilled); slots=3 keeps one"
+                + (', slots=4 with swap="copy"' if self._mode.is_separate else "")
+            )
+        return number
+
+    def _older(self) -> int | None:
+        """The slot of the newest version before the live one that was not rolled back."""
+        live = self.live
         for number in reversed(self._table.find(SlotState.RETIRED)):
             slot = self._table.slots[number]
-            is_older = (slot.epoch, slot.version) < (live.epoch, live.version) and slot.version >= 0
-            if is_older and not self._table.is_bad(number):
+            is_older = live is not None and (slot.epoch, slot.version) < (live.epoch, live.version)
+            if is_older and slot.version >= 0 and not self._table.is_bad(number):
                 return number
-        raise UsageError(
-            f"no version before {live.version} is held any more (its slot is being refilled); slots=3 keeps one"
-            + (', slots=4 with swap="copy"' if self._mode.is_separate else "")
-        )
+        return None
+
+    def _is_live_bad(self) -> bool:
+        return self.live is not None and (self.live.epoch, self.live.version) in self._table.bad
 
     def _drop(self, number: int) -> None:
         """Forget a slot's content; a borrowed one goes back to the publisher."""
