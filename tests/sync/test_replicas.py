@@ -10,6 +10,7 @@ import pytest
 from tests import replicas, roles
 from tests.processes import Peer
 from tests.replicas import Seen, driven, grouped
+from weightsync.errors import NotReadyError, VersionError
 
 SLOW = [(version, 10.0 * version) for version in range(61, 71)]
 """What `publish_seventy` waits for."""
@@ -43,6 +44,18 @@ def test_ranks_of_a_group_see_the_same_version_at_every_step(
     seen = [rank.reply() for rank in ranks]
     assert seen[0] == seen[1]
     assert each_once(seen[0])[-10:] == SLOW
+
+
+def test_a_rank_that_can_not_follow_says_so_and_serves_no_step(peer: Callable[[], Peer]) -> None:
+    publisher = peer()
+    engine = driven(peer, publisher.call(roles.open_publisher, "tcp://127.0.0.1:0"))
+    publisher.call(roles.publish, 10, members=2)
+    engine.serve_until(1)
+    with pytest.raises(VersionError, match="never voted for"):
+        engine.ranks[0].call(replicas.turn, max(engine.proposals()) + 1)
+    with pytest.raises(NotReadyError, match="restart it"):
+        engine.ranks[0].call(roles.look)
+    assert engine.ranks[1].call(roles.look) == (1, 10)
 
 
 @pytest.mark.parametrize("swap", ["remap", "copy", "flip"])

@@ -320,7 +320,8 @@ class Publisher:
     def rollback(self, version: int | None = None, timeout_s: float = 5.0) -> None:
         """`version` (the newest published by default) is bad: every server that has it live goes back to the one before at
         its next step boundary, and nobody makes it live any more. Returns when the order is given. Servers that hold no
-        older version read it again, if it is still held here, or wait for the next one. Raises UsageError if the version is unknown."""
+        older version read it again, if it is still held here, or wait for the next one. Raises
+        UsageError if the version is unknown."""
         self._line.ask(m.Rollback, self._given(version), timeout_s=timeout_s)
 
     def _given(self, version: int | None) -> int:
