@@ -416,6 +416,20 @@ def can_pause_reading(state: State, transport: str) -> None:
     zmq_transport.WINDOW = 1
 
 
+def serve_wrong_bytes(state: State) -> None:
+    """Whatever others read from this member's slots over zmq from now on has a bit flipped."""
+    reply = zmq_transport.ZmqExporter._reply
+
+    def spoiled(self: Any, route: bytes, request: Any, status: int, data: Any) -> None:
+        if request.kind == zmq_transport._READ and len(data):
+            data = bytearray(data)
+            data[len(data) // 2] ^= 4
+            data = bytes(data)
+        reply(self, route, request, status, data)
+
+    zmq_transport.ZmqExporter._reply = spoiled  # type: ignore[method-assign]  # this process is for spoiling
+
+
 # ---- raw sockets
 
 

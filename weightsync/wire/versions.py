@@ -60,7 +60,7 @@ class SlotState:
 @dataclass(slots=True)
 class VersionRecord:
     """What became of one version; `members` holds those that were there when it began, and of those that came `late` the
-    ones that it went live on (nobody waits for them)."""
+    ones that have it (nobody waits for them)."""
 
     version: int
     started: float
@@ -69,6 +69,13 @@ class VersionRecord:
     aborted: str | None = None
     lost: set[str] = field(default_factory=set)
     late: set[str] = field(default_factory=set)
+
+    def report_of(self, label: str, version: int) -> MemberReport | None:
+        """Of a member that has `version`; if that is this one, there is one from now on."""
+        if version == self.version and label not in self.members:
+            self.late.add(label)
+            self.members[label] = MemberReport()
+        return self.members.get(label)
 
     def raise_if_refused(self) -> None:
         """Raise VersionError if the version was aborted, a member refused it, or every member was lost."""
@@ -93,7 +100,8 @@ class VersionRecord:
         return [
             label
             for label, report in self.members.items()
-            if label not in self.lost and (report.ready_s if stage == "ready" else report.live_s) is None
+            if label not in self.lost | self.late
+            and (report.ready_s if stage == "ready" else report.live_s) is None
         ]
 
     def reached(self, stage: str) -> float | None:
@@ -214,7 +222,7 @@ class Versions:
     def verified(self, label: str, message: m.Verified, now: float) -> None:
         """The member holds the version; older ones count as reached."""
         for record in self.records:
-            report = record.members.get(label)
+            report = record.report_of(label, message.version)
             if report is not None and record.version <= message.version and report.ready_s is None:
                 report.transport, report.ready_s, report.error = message.transport, now - record.started, None
                 if record.version == message.version:
@@ -223,11 +231,9 @@ class Versions:
     def live(self, label: str, transport: str, message: m.Live, now: float) -> None:
         """The version serves on the member; older ones count as reached."""
         for record in self.records:
-            if record.version == message.version and label not in record.members:
-                record.late.add(label)
-                record.members[label] = MemberReport(transport)
-            report = record.members.get(label)
+            report = record.report_of(label, message.version)
             if report is not None and record.version <= message.version and report.live_s is None:
+                report.transport = report.transport or transport
                 report.live_s, report.error = now - record.started, None
                 report.ready_s = report.live_s if report.ready_s is None else report.ready_s
                 if record.version == message.version:

@@ -46,6 +46,7 @@ _PROBE_BYTES = 64 << 10
 _REQUEST = struct.Struct("<16sQQIIQQ")  # token, serial, generation, slot, kind, offset, length
 _REPLY = struct.Struct("<QII")  # serial, request number is the frame order; status, spare
 _READ, _PROBE = 0, 1
+_KEY_BYTES = 40
 _OK, _EVICTED, _REFUSED = 0, 1, 2
 _CAPS = Caps(one_sided=True, cross_host=True, maps_slots=False, encrypted=True)
 
@@ -178,7 +179,9 @@ class ZmqReader(Reader):
         try:
             self._token = bytes.fromhex(offer["token"])
             port = int(offer["port"])
-            server = offer["key"].encode() if self._environment.keys else None
+            server = offer["key"].encode("ascii") if self._environment.keys else None
+            if server is not None and len(server) != _KEY_BYTES:
+                raise ValueError("not a public key")
         except (KeyError, ValueError) as error:
             raise TransportError(f"the publisher's zmq offer can't be read: {error}") from error
         try:
