@@ -66,6 +66,39 @@ def core_table(data: dict[str, Any]) -> str:
     return table(["case", "what", "threads", "median ms", "ratio", "ratio of bests"], rows)
 
 
+def relay_part() -> list[str]:
+    """What `python -m benchmarks.relay_scaling --json docs/relay_scaling.json` found, if it was run."""
+    source = TARGET.with_name("relay_scaling.json")
+    if not source.exists():
+        return []
+    data = json.loads(source.read_text())
+    rows = [
+        [
+            str(row["servers"]),
+            row["relay"],
+            f"**{row['egress_copies']:.2f}**",
+            f"{row['ready_s']:.2f}",
+            f"**{row['times_alone']:.2f}**",
+            str(row["wrong"]),
+        ]
+        for row in data["rows"]
+    ]
+    head = [
+        "servers",
+        "relay",
+        "copies that left the trainer",
+        "ready after, s",
+        "over one server alone",
+        "wrong",
+    ]
+    return [
+        "## Relay: one trainer, more and more servers\n",
+        f"{data['mib']} MiB in 128 tensors over `zmq`; trainer and servers in network namespaces of their own, each with a link "
+        f"of {data['mbit']} Mbit/s both ways. Egress is counted at the trainer's interface.\n",
+        table(head, rows),
+    ]
+
+
 def main() -> None:
     data = json.loads(Path(sys.argv[1]).read_text())
     cpu, machine = data["machine_info"]["cpu"], data["machine_info"]
@@ -143,6 +176,7 @@ def main() -> None:
             f"back buffer; iperf3 with as many streams moves "
             f"{i['iperf3_gib_per_s']:.2f} GiB/s and throws the bytes away: **{i['of_iperf3']:.2f}** of it.\n",
         ]
+    parts += relay_part()
     parts += ["## Native core, 1 GiB read\n", core_table(data)]
     notes = TARGET.with_name("performance_notes.md")
     if notes.exists():
