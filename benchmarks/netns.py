@@ -9,7 +9,6 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-_BRIDGE = "wsbench0"
 _NETWORK = "10.77.0"
 
 
@@ -20,10 +19,10 @@ def why_not() -> str | None:
         return f"{', '.join(missing)} not installed (Debian: apt-get install iproute2)"
     if os.geteuid() != 0:
         return "network namespaces need root"
-    done = subprocess.run(["ip", "netns", "add", "wsbench-try"], capture_output=True, text=True)
+    done = subprocess.run(["ip", "netns", "add", f"ws{os.getpid()}-try"], capture_output=True, text=True)
     if done.returncode:
         return f"no network namespaces here: {done.stderr.strip()}"
-    _ip("netns", "del", "wsbench-try")
+    _ip("netns", "del", f"ws{os.getpid()}-try")
     return None
 
 
@@ -52,17 +51,18 @@ class Host:
 @contextlib.contextmanager
 def hosts(count: int, *, mbit: int | None = None) -> Iterator[list[Host]]:
     """`count` hosts on one switch; `mbit`: what each can send and receive per second."""
-    made = [Host(f"wsbench-{number}", f"{_NETWORK}.{number + 1}") for number in range(count)]
+    ours = f"ws{os.getpid()}"  # interface names have 15 characters at most
+    made = [Host(f"{ours}-{number}", f"{_NETWORK}.{number + 1}") for number in range(count)]
     with contextlib.ExitStack() as undo:
-        _ip("link", "add", _BRIDGE, "type", "bridge")
-        undo.callback(_ip, "link", "del", _BRIDGE)
-        _ip("link", "set", _BRIDGE, "up")
+        _ip("link", "add", ours, "type", "bridge")
+        undo.callback(_ip, "link", "del", ours)
+        _ip("link", "set", ours, "up")
         for number, host in enumerate(made):
-            cable = f"wsb{number}"
+            cable = f"{ours}-{number}"
             _ip("netns", "add", host.name)
             undo.callback(_ip, "netns", "del", host.name)
             _ip("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", host.name)
-            _ip("link", "set", cable, "master", _BRIDGE, "up")
+            _ip("link", "set", cable, "master", ours, "up")
             _ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
                 _ip("-n", host.name, "link", "set", device, "up")

@@ -93,8 +93,8 @@ def relay_part() -> list[str]:
     ]
     return [
         "## Relay: one trainer, more and more servers\n",
-        f"{data['mib']} MiB in 128 tensors over `zmq`; trainer and servers in network namespaces of their own, each with a link "
-        f"of {data['mbit']} Mbit/s both ways. Egress is counted at the trainer's interface.\n",
+        f"{data['mib']} MiB in 128 tensors over `zmq`; trainer and servers in network namespaces of their own, each with "
+        f"a link of {data['mbit']} Mbit/s both ways. Egress is counted at the trainer's interface.\n",
         table(head, rows),
     ]
 
