@@ -78,7 +78,11 @@ class ZmqExporter(Exporter):
         if environment.keys:
             environment.keys.protect_server(self._socket)
         host = f"[{environment.host}]" if ":" in environment.host else environment.host
-        self._socket.bind(f"tcp://{host}:*")
+        try:
+            self._socket.bind(f"tcp://{host}:*")
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise TransportError(f"zmq: can't serve at data_host={environment.host!r}: {error}") from error
         self._port = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread: threading.Thread | None = None
@@ -189,16 +193,19 @@ class ZmqReader(Reader):
         except CapacityError as error:
             raise TransportError(str(error)) from error
         self._context = zmq.Context(io_threads=STREAMS)
-        for _ in range(STREAMS):
-            socket = self._context.socket(zmq.DEALER)
-            socket.linger = 0
-            socket.setsockopt(zmq.IPV6, ":" in offer.get("at", self._environment.host))
-            if self._environment.keys:
-                self._environment.keys.protect_client(socket, server)
-            at = offer.get("at", self._environment.host)
-            host = f"[{at}]" if ":" in at else at
-            socket.connect(f"tcp://{host}:{port}")
-            self._sockets.append(socket)
+        at = offer.get("at", self._environment.host)
+        host = f"[{at}]" if ":" in at else at
+        try:
+            for _ in range(STREAMS):
+                socket = self._context.socket(zmq.DEALER)
+                self._sockets.append(socket)
+                socket.linger = 0
+                socket.setsockopt(zmq.IPV6, ":" in at)
+                if self._environment.keys:
+                    self._environment.keys.protect_client(socket, server)
+                socket.connect(f"tcp://{host}:{port}")
+        except zmq.ZMQError as error:
+            raise TransportError(f"the zmq offer of {host}:{port} can't be used: {error}") from error
         self._probe(timeout_s)
         self._monitors = [socket.get_monitor_socket(zmq.EVENT_DISCONNECTED) for socket in self._sockets]
 
@@ -272,11 +279,10 @@ class ZmqReader(Reader):
         chunk.land(data.ctypes.data, job)
 
     def close(self) -> None:
-        for monitor in self._monitors:
-            monitor.close()
         for socket in self._sockets:
-            socket.disable_monitor()
-            socket.close()
+            socket.disable_monitor()  # while its other end is open: an event sent to nobody would block for ever
+        for end in (*self._monitors, *self._sockets):
+            end.close()
         self._sockets, self._monitors = [], []
         if self._context is not None:
             self._context.term()
