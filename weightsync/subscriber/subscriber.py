@@ -50,6 +50,7 @@ from weightsync.wire.keys import load_subscriber_keys
 from weightsync.wire.layout import Boxes
 from weightsync.wire.link import Link
 from weightsync.wire.plan import Plan
+from weightsync.wire.registry import default_transports
 from weightsync.wire.transport import Environment
 
 log = logging.getLogger("weightsync")
@@ -408,15 +409,21 @@ class Subscriber:
             session = open_session(
                 welcome, self._entries, self._mode, self._environment, self._choice, ask_plan
             )
-        if welcome.may_serve and self._may_relay and session.is_dense:
-            self._serve(session)
+        try:
+            if welcome.may_serve and self._may_relay and session.is_dense:
+                self._serve(session)
+        except BaseException:
+            session.close()
+            raise
         return session
 
     def _serve(self, session: Session) -> None:
         """Tell where others can read our slots."""
         if self._holder is None and self._mode.slot_memory():
             host = self._data_host or host_towards(self._address)
-            self._holder = Holder(self._mode, self._environment, host)
+            wanted = self._choice.transport
+            names = default_transports() if wanted == "auto" else (wanted,)
+            self._holder = Holder(self._mode, self._environment, host, names)
         if self._holder is not None:
             offsets = self._holder.offsets(self._mode, session.matches)
             self._send(m.Serve(session.epoch, self._holder.offers, offsets.astype("<u8").tobytes()))
