@@ -116,6 +116,10 @@ class Receiver:
                     self._overtake(message)
                 case m.Peer():
                     self._peers[message.number] = message
+                case m.PeerGone():
+                    self._peers.pop(message.number, None)
+                    if self.session is not None and not self._stopping:
+                        self.session.forget(message.number)
                 case m.Fetch() if self._announce and message.version == self._announce.version:
                     self._order(message)
                 case m.Seal() if self._announce and message.version == self._announce.version:

@@ -33,6 +33,7 @@ CONNECT_S = 10.0
 _PEER_CONNECT_S = 3.0
 _MAX_READERS = 16
 _MAX_SHARES = 8
+_MAX_PEERS = 16
 _PEER_FAILED = 2
 
 
@@ -235,31 +236,42 @@ class Session:
         )
         return whole
 
-    def drop(self, peer: m.Peer) -> None:
+    def drop(self, number: int) -> None:
         """The peer is of no use any more; connect again if it is named again."""
         with self._peers_lock:
-            found = self._peers.pop(peer.number, None)
-        for key in [key for key in list(self._shares) if key[0] == peer.number]:
+            found = self._peers.pop(number, None)
+        for key in [key for key in list(self._shares) if key[0] == number]:
             self._shares.pop(key, None)
         if found is not None:
             with found[0].lock:
                 found[0].reader.close()
 
+    def forget(self, number: int) -> None:
+        """The peer is gone: drop it, without waiting for those who still read from it."""
+        self.pool.submit(self.drop, number)
+
     def _path_to(self, peer: m.Peer) -> tuple[Path, Plan]:
-        """Connected to a peer, with the plan that reads every wanted box whole out of its slot."""
-        found = self._peers.get(peer.number)
-        if found is not None:
-            return found
+        """Connected to a peer, with the plan that reads every wanted box whole out of its slot. Of many peers only those
+        used last stay connected."""
+        with self._peers_lock:
+            found = self._peers.pop(peer.number, None)
+            if found is not None:
+                self._peers[peer.number] = found
+                return found
         count = len(self.matches.wants)
         plan = make_plan(
             self._catalogue, self._wants, self.matches, self.matches.boxes, bytes(4 * count),
             np.arange(count, dtype="<u4").tobytes(), peer.offsets,
         )  # fmt: skip
-        path = _connect(peer.offers, peer.name, self._mode, self._environment, "auto", _PEER_CONNECT_S)
+        path = _connect(peer.offers, peer.name, self._mode, self._environment, self._wanted, _PEER_CONNECT_S)
         with self._peers_lock:
+            idle = [number for number, (other, _) in self._peers.items() if not other.lock.locked()]
             found = self._peers.setdefault(peer.number, (path, plan))
+            surplus = max(0, len(self._peers) - _MAX_PEERS)
         if found[0] is not path:
             path.reader.close()
+        for number in idle[:surplus]:
+            self.drop(number)
         return found
 
     def liveness_fds(self) -> list[int]:
@@ -337,9 +349,7 @@ def _connect(
     if wanted != "auto" and wanted not in transport_names():
         raise ConfigError(f"transport={wanted!r}: installed are auto, {', '.join(transport_names())}")
     if wanted != "auto" and wanted not in offers:
-        raise TransportError(
-            f"transport={wanted!r} was asked for, but the publisher offers {', '.join(offers)}"
-        )
+        raise TransportError(f"transport={wanted!r} was asked for, but {peer} offers {', '.join(offers)}")
     skipped: list[str] = []
     for name in [wanted] if wanted != "auto" else ladder(list(offers)):
         reader = make_reader(name, environment)
@@ -356,6 +366,9 @@ def _connect(
             reader.close()
             skipped.append(f"{name}: {error}")
             continue
+        except BaseException:
+            reader.close()
+            raise
         log.info(
             "transport %s to %s chosen on %s%s",
             name,

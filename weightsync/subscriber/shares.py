@@ -54,6 +54,7 @@ class Shares:
         self._has_ended, self._await_seal, self._send = is_over, await_seal, send
         self._held = np.zeros(len(session.matches.wants), bool)
         self._running: dict[tuple[int, int], ctypes.c_uint32] = {}
+        self._writing: set[tuple[int, int]] = set()
         self._busy = 0
         self._has_moved = False
         self._is_stopped = False
@@ -81,7 +82,7 @@ class Shares:
         try:
             with self._changed:
                 while not self._held.all():
-                    self._has_moved = False
+                    self._has_moved, received = False, self._session.received
                     moved = self._changed.wait_for(
                         lambda: self._has_moved or self.failure or self._has_ended(), self._timeout_s
                     )
@@ -89,9 +90,9 @@ class Shares:
                         raise self.failure
                     if self._has_ended():
                         raise EvictedError(f"version {self._announce.version}: given up")
-                    if not moved:
+                    if not moved and self._session.received == received:
                         raise SyncTimeoutError(
-                            f"version {self._announce.version}: no share arrived within {self._timeout_s:g} s"
+                            f"version {self._announce.version}: nothing arrived within {self._timeout_s:g} s"
                         )
             return self._await_seal(self._has_ended)
         finally:
@@ -114,15 +115,20 @@ class Shares:
 
     def _run(self, fetch: m.Fetch, peer: m.Peer | None, cancel: ctypes.c_uint32) -> None:
         error: BaseException | None = None
+        key = (fetch.first, fetch.stop)
+        with self._changed:  # an earlier read of the share, given up, may be in the middle of a write
+            self._changed.wait_for(lambda: key not in self._writing)
+            self._writing.add(key)
         try:
             share = self._read(fetch, peer, cancel)
         except BaseException as raised:  # a thread's edge: kept, and sorted out below
             error = raised
         with self._changed:
             self._busy -= 1
+            self._writing.discard(key)
             self._has_moved = True
             if not cancel.value and not (error and self._has_ended()):
-                self._running.pop((fetch.first, fetch.stop), None)
+                self._running.pop(key, None)
                 if error is None:
                     self._held[fetch.first : fetch.stop] = True
                     self.relayed_bytes += share.plan.size_bytes if peer is not None else 0
@@ -130,21 +136,23 @@ class Shares:
                     self._send(m.Fetched(
                         fetch.epoch, fetch.version, fetch.first, fetch.stop, self._place.slot, self._place.generation
                     ))  # fmt: skip
-                elif peer is not None and isinstance(error, WeightSyncError):
+                elif peer is not None:
                     self._send(m.Unfetched(
-                        fetch.epoch, fetch.version, fetch.first, fetch.stop, fetch.source, str(error)[:500]
+                        fetch.epoch, fetch.version, fetch.first, fetch.stop, fetch.source, repr(error)[:500]
                     ))  # fmt: skip
                 else:
                     self.failure = (
                         error if isinstance(error, WeightSyncError) else TransportError(repr(error))
                     )
             self._changed.notify_all()
-        if error is not None and peer is not None:
-            self._session.drop(peer)
+        if error is not None and peer is not None and not cancel.value:
+            self._session.drop(peer.number)
 
     def _read(self, fetch: m.Fetch, peer: m.Peer | None, cancel: ctypes.c_uint32) -> Share:
         """Read and verify one share."""
         session, place = self._session, self._place
+        if cancel.value:
+            raise TransportError("given up before it began")
         if peer is None and fetch.source != _PUBLISHER:
             raise TransportError(f"peer {fetch.source} was never introduced")
         share = session.share(peer, fetch.first, fetch.stop)

@@ -398,6 +398,13 @@ class Peer(_Message):
     offsets: bytes
 
 
+class PeerGone(_Message):
+    """Nobody can read from the peer of this number any more."""
+
+    epoch: int
+    number: int
+
+
 class Fetch(_Message):
     """Read the wants from `first` to `stop` of the announced version from peer `source`, out of this slot of its; -1: from
     the publisher. A later one for the same share replaces it."""
@@ -527,6 +534,7 @@ ToMember = (
     | NoPlan
     | Announce
     | Peer
+    | PeerGone
     | Fetch
     | Seal
     | Abort

@@ -45,7 +45,7 @@ class Serving:
                 since = since if member.welcomed else member.since
                 del books.members[other]  # its seat is taken again with the welcome
                 books.versions.end_leases(hello.instance, keep_pinned=True)
-                self.relay.leave(hello.instance)
+                self._retire(member)
             elif other == route:
                 self.remove(other, "another member took over its connection", keep_pinned=False)
         if not 0 <= hello.rank < hello.ranks or (hello.ranks > 1 and hello.replica is None):
@@ -86,10 +86,10 @@ class Serving:
             return
         member.welcomed, member.state = True, "welcomed"
         member.target, member.plan, member.newer_than = None, None, None
-        member.serves, member.introduced = None, set()
+        self._retire(member)
+        member.introduced = set()
         hosts = {rank.enlist.host for rank in books.ranks.present()}
         member.may_serve = self.relay.may_serve(member, hosts)
-        self.relay.leave(member.instance)
         books.versions.end_leases(member.instance, keep_pinned=True)
         offers = [rank.offers or {} for rank in books.ranks.present()]
         session = self._take_seat(route, member)
@@ -105,7 +105,7 @@ class Serving:
         """A member is gone. `keep_pinned`: its process may only be stopped, and still serve from our slots."""
         books = self._books
         member = books.members.pop(route)
-        self.relay.leave(member.instance)
+        self._retire(member)
         books.versions.end_leases(member.instance, keep_pinned=keep_pinned)
         if member.seat is not None:
             name = member.seat[0]
@@ -241,8 +241,24 @@ class Serving:
 
     def _serve(self, route: bytes, member: Member, message: m.Serve) -> None:
         wants = self._wanted(member)
-        if member.may_serve and wants is not None and len(message.offsets) == 2 * len(wants.tensor):
+        if (
+            member.may_serve
+            and member.serves is None
+            and wants is not None
+            and len(message.offsets) == 2 * len(wants.tensor)
+        ):
             self.relay.serve(member, message)
+
+    def _retire(self, member: Member) -> None:
+        """The member takes no part any more, until it serves anew: those that read from it can let go of it."""
+        self.relay.leave(member.instance)
+        if member.serves is None:
+            return
+        member.serves = None
+        for route, other in self._books.members.items():
+            if member.number in other.introduced:
+                other.introduced.discard(member.number)
+                self._books.send(route, m.PeerGone(self._books.epoch, member.number))
 
     def _wanted(self, member: Member) -> Boxes | None:
         arrangement = self._books.arrangement
