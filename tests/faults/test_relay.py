@@ -19,7 +19,7 @@ def a_fleet(peer: Callable[[], Peer], count: int = 3) -> tuple[Peer, list[Peer],
     address = publisher.call(roles.open_publisher, "tcp://127.0.0.1:0", size=SIZE, **RELAY)
     for number, server in enumerate(servers):
         server.call(roles.can_pause_reading, "zmq")
-        server.call(roles.open_subscriber, address, size=SIZE, name=f"s{number}")
+        server.call(roles.open_subscriber, address, size=SIZE, name=f"s{number}", transport="zmq")
     publisher.call(roles.publish, 10, members=count)
     for server in servers:
         assert server.call(roles.await_version, 1) == (1, 10)
