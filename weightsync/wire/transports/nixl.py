@@ -193,7 +193,7 @@ class NixlReader(Reader):
         return _Moves(chunks, local)
 
     def read(self, moves: _Moves, job: ReadJob) -> None:
-        if self._agent is None or self._is_broken or job.slot + 2 >= len(self._places):
+        if self._agent is None or self._is_broken or not 0 <= job.slot < len(self._places) - 2:
             raise TransportError(f"nixl: not connected, or slot {job.slot} does not exist")
         job.digests[:] = 0
         try:

@@ -204,7 +204,7 @@ class ShmReader(Reader):
         return _Moves(_native.Program(plan.table), plan.offsets.astype(np.uint64))
 
     def read(self, moves: _Moves, job: ReadJob) -> None:
-        if self._headers is None or job.slot >= len(self._slots):
+        if self._headers is None or not 0 <= job.slot < len(self._slots):
             raise TransportError(f"not connected, or slot {job.slot} does not exist")
         status = moves.program.run(
             moves.offsets + np.uint64(self._slots[job.slot].address), job.destinations, job.digests,

@@ -183,6 +183,8 @@ class ZmqReader(Reader):
         try:
             self._token = bytes.fromhex(offer["token"])
             port = int(offer["port"])
+            if not 0 < port < 65536:
+                raise ValueError(f"port {port}")
             server = offer["key"].encode("ascii") if self._environment.keys else None
             if server is not None and len(server) != _KEY_BYTES:
                 raise ValueError("not a public key")
