@@ -208,6 +208,17 @@ def live_versions(state: State) -> dict[str, int | None]:
     return dict(members(state))
 
 
+def relayed(state: State, version: int) -> dict[str, int]:
+    """How many bytes of a version each member read from others."""
+    report = state.pub._line.report(version)
+    return {name: member.relayed_bytes for name, member in report.members.items()}
+
+
+def size(state: State) -> int:
+    """Bytes of the model that is published."""
+    return sum(tensor.nbytes for tensor in _tensors(state.trained))
+
+
 def holders(state: State) -> list[str]:
     """Who holds which slots."""
     found: list[str] = state.pub._coordinator.look(
@@ -288,6 +299,11 @@ def sessions(state: State) -> int:
 def await_error(state: State) -> None:
     """Wait for a version that can't come; raises why."""
     state.sub.wait_for(10**6, 20.0)
+
+
+def rejoin(state: State) -> None:
+    """Present itself again, as after a lost data path."""
+    state.sub._rejoin()
 
 
 def last_error(state: State) -> str | None:
@@ -531,14 +547,16 @@ def _handles(name: str, token: str) -> list[int]:
 
 
 def footprint(state: State) -> dict[str, int]:
-    """What this process takes: threads, descriptors, mappings, resident bytes."""
+    """What this process takes: threads (`pool`: those of them that read shares, at most 8, made when needed), descriptors,
+    mappings, resident bytes."""
     gc.collect()
     with open("/proc/self/statm") as file:
         resident = int(file.read().split()[1]) * resource.getpagesize()
     with open("/proc/self/maps") as file:
         maps = len(file.readlines())
     threads, files = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
-    return {"threads": threads, "files": files, "maps": maps, "resident": resident}
+    pool = sum(thread.name.startswith("weightsync-share") for thread in threading.enumerate())
+    return {"threads": threads, "pool": pool, "files": files, "maps": maps, "resident": resident}
 
 
 def await_nobody(state: State) -> None:
