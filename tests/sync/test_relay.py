@@ -14,6 +14,7 @@ import torch
 import weightsync as ws
 from tests import roles
 from tests.processes import Peer
+from tests.replicas import Engine, open_rank
 from weightsync import Box, Shard
 from weightsync.errors import ConfigError, TransportError
 from weightsync.types import SyncReport
@@ -78,13 +79,14 @@ def egress(report: SyncReport) -> float:
     return sum(SIZE - member.relayed_bytes for member in report.members.values()) / SIZE
 
 
+@pytest.mark.parametrize("transport", ["auto", "zmq"])
 @pytest.mark.parametrize("swap", ["remap", "copy", "flip"])
 def test_each_version_leaves_the_trainer_once_and_is_right_everywhere(
-    fleet: Callable[..., Fleet], swap: str
+    fleet: Callable[..., Fleet], swap: str, transport: str
 ) -> None:
     made = fleet()
     for number in range(4):
-        made.join(f"s{number}", swap=swap)
+        made.join(f"s{number}", swap=swap, transport=transport)
     for _ in range(5):
         assert egress(made.publish()) == 1.0
 
@@ -171,6 +173,25 @@ def test_replicas_that_vote_relay_too(fleet: Callable[..., Fleet]) -> None:
         made.join(f"s{number}")
     for _ in range(4):
         assert egress(made.publish()) == 1.0
+
+
+def test_replicas_of_two_ranks_read_each_rank_s_part_once_and_switch_together(
+    peer: Callable[[], Peer],
+) -> None:
+    size = {"blocks": 8, "width": 512}
+    publisher = peer()
+    address = publisher.call(roles.open_publisher, "tcp://127.0.0.1:0", size=size, **RELAY)
+    engines = [Engine(peer(), peer()) for _ in range(2)]
+    for name, engine in zip("pq", engines, strict=True):
+        for number, rank in enumerate(engine.ranks):
+            rank.call(open_rank, address, number, size=size, replica=name, name=f"{name}.{number}")
+    total = publisher.call(roles.size)
+    for version in range(1, 6):
+        publisher.call(roles.publish, 10 * version, members=4, wait="ready")
+        for engine in engines:
+            assert engine.serve_content(10 * version)[-1] == (version, 10 * version)
+        if version > 1:
+            assert sum(publisher.call(roles.relayed, version).values()) == total
 
 
 def test_ranks_of_the_publisher_are_read_once_between_all_members() -> None:

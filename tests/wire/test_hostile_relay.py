@@ -119,6 +119,27 @@ def test_a_member_that_offers_itself_again_and_again_does_not_lose_what_others_a
     assert number == next(one.number for one in scene.fleet.books.members.values() if one.label == "evil")
 
 
+def test_a_standing_that_crossed_its_announce_does_not_start_the_shares_again() -> None:
+    scene = Scene(whole(*BIG), relay="always")
+    scene.enlist(0, policy="together")
+    scene.offer(0)
+    standing = []
+    for name in (b"s0", b"s1"):
+        scene.join(name.decode(), whole(*BIG), hello(name.decode()))
+        session = scene.take_one(name, m.Welcome).session
+        scene.tell(name, m.Serve(EPOCH, OFFER, OFFSETS))
+        standing.append(m.Stand(EPOCH, session, None, None, [], [], 0, None, True))
+        scene.tell(name, standing[-1])
+    scene.begin(1)
+    for name, stand in zip((b"s0", b"s1"), standing, strict=True):
+        told = scene.take(name)
+        assert [message.in_shares for message in told if isinstance(message, m.Announce)] == [True]
+        assert any(isinstance(message, m.Fetch) for message in told)
+        again = list(scene.tell(name, stand))
+        assert [message.in_shares for message in again if isinstance(message, m.Announce)] == [True]
+        assert not any(isinstance(message, m.Fetch) for message in again)
+
+
 def test_who_read_from_a_member_is_told_that_it_is_gone() -> None:
     scene = Company()
     number = next(one.number for one in scene.fleet.books.members.values() if one.label == "evil")

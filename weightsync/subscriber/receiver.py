@@ -143,8 +143,10 @@ class Receiver:
         if before is not None and before.version != announce.version:
             self._send(m.Release(before.epoch, before.version))
             self._cancel.value = 1
+        if before is None or before.version != announce.version:
+            self._fetches = []
         self._announce, self._seal, self._abort = announce, None, None
-        self._announced_plan, self._fetches = self._plan, []
+        self._announced_plan = self._plan
         self._is_pulling = False
 
     def _order(self, fetch: m.Fetch) -> None:

@@ -120,8 +120,8 @@ class Fleet:
         self._publishing.settle()
         self._serving.obey(self.books.ballots.decide())
         self._serving.grant_all()
-        self._serving.pair_up(now)
         self._publishing.requests.settle(now)
+        self._serving.pair_up(now)
 
     def next_deadline(self) -> float | None:
         """When somebody's wait ends."""

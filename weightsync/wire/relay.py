@@ -237,6 +237,11 @@ class Relay:
         run.enter(member, route, is_reading=True)
         return True
 
+    def is_reading(self, version: int, wants: Boxes | None, member: Member) -> bool:
+        """Whether the member has been told to read the version in shares."""
+        run, number = self._find(version, wants, member)
+        return run is not None and number is not None and run.rows[number].is_reading
+
     def fetched(self, wants: Boxes | None, member: Member, message: m.Fetched, now: float) -> None:
         """The member holds one more share."""
         run, number = self._find(message.version, wants, member)

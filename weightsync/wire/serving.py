@@ -312,10 +312,15 @@ class Serving:
     def _grant(self, route: bytes, member: Member, slot: SlotState, ballot: int = 0) -> None:
         books = self._books
         member.newer_than = None
+        is_again = member.instance in slot.leases  # its standing and the announce before crossed
         # what may go live there is not taken away any more
         slot.leases.setdefault(member.instance, "reading" if member.hello.holds is None else "pinned")
         number = books.versions.number_of(slot)
-        in_shares = self._enroll(route, member, slot)
+        in_shares = (
+            self.relay.is_reading(slot.version, self._wanted(member), member)
+            if is_again
+            else self._enroll(route, member, slot)
+        )
         books.send(route, m.Announce(books.epoch, slot.version, number, slot.generation, ballot, in_shares))
         if slot.is_sealed:
             self._send_seal(route, member, slot)
