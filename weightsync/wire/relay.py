@@ -142,37 +142,50 @@ class _Run:
     def decide(self, now: float) -> Iterator[tuple[_Row, int, int]]:
         """New asks: reader, share, and the row of its source (or _PUBLISHER). Those with the least go first."""
         reading = [number for number, row in enumerate(self.rows) if row.is_reading]
-        for number in sorted(reading, key=lambda n: int(self._held[n].sum())):
-            while (ask := self._next(number, now)) is not None:
+        serving = [number for number, row in enumerate(self.rows) if row.can_serve]
+        offered = self._had(serving)
+        refusing = {number for number, _ in self._refused}
+        counts = self._held.sum(axis=1)
+        for number in sorted(reading, key=lambda n: int(counts[n])):
+            usable, had = serving, offered
+            if number in refusing:
+                usable = [n for n in serving if (number, n) not in self._refused]
+                had = self._had(usable)
+            while (ask := self._next(number, usable, had, now)) is not None:
                 column, source = ask
                 self._asked[number, column], self._since[number, column] = source, now
                 yield self.rows[number], column, source
 
-    def _next(self, number: int, now: float) -> tuple[int, int] | None:
+    def _had(self, members: list[int]) -> npt.NDArray[np.bool_]:
+        """Shares that one of them holds."""
+        found: npt.NDArray[np.bool_] = np.any(self._held[members], axis=0)
+        return found
+
+    def _next(
+        self, number: int, usable: list[int], had: npt.NDArray[np.bool_], now: float
+    ) -> tuple[int, int] | None:
         asked = self._asked[number]
         missing = ~self._held[number] & (asked == _NOBODY)
-        if not missing.any():
+        asks_peers = int(np.count_nonzero(asked >= 0)) < _ASKS_OF_PEERS
+        asks_publisher = int(np.count_nonzero(asked == _PUBLISHER)) < _ASKS_OF_PUBLISHER
+        if not (asks_peers or asks_publisher) or not missing.any():
             return None
-        usable = [
-            n for n, row in enumerate(self.rows)
-            if n != number and row.can_serve and (number, n) not in self._refused
-        ]  # fmt: skip
-        had = self._held[usable].any(axis=0) if usable else np.zeros(len(self.shares), bool)
-        if int((asked >= 0).sum()) < _ASKS_OF_PEERS and (missing & had).any():
+        if asks_peers and (missing & had).any():
             found = self._from_peer(number, missing, usable)
             if found is not None:
                 return found
-        if int((asked == _PUBLISHER).sum()) >= _ASKS_OF_PUBLISHER:
+        fresh = missing & ~had
+        if not asks_publisher or not fresh.any():
             return None
-        coming = self._coming(number, now)
-        fresh = np.flatnonzero(missing & ~had & ~coming)
-        return (int(fresh[0]), _PUBLISHER) if len(fresh) else None
+        left = np.flatnonzero(fresh & ~self._coming(number, now))
+        return (int(left[0]), _PUBLISHER) if len(left) else None
 
     def _from_peer(
         self, number: int, missing: npt.NDArray[np.bool_], usable: list[int]
     ) -> tuple[int, int] | None:
         """The rarest missing share of the nearest peer that is least busy."""
-        served = [int((self._asked == n).sum()) for n in usable]
+        loads = np.bincount(self._asked[self._asked >= 0], minlength=len(self.rows))
+        served = loads[usable].tolist()
         host = self.rows[number].member.hello.host
         order = sorted(
             zip(usable, served, strict=True),
