@@ -13,9 +13,11 @@ import os
 import resource
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +34,7 @@ from weightsync import _native
 from weightsync.errors import FencedError, SyncTimeoutError
 from weightsync.publisher import staging
 from weightsync.versioning.slots import SlotState
+from weightsync.wire import registry
 from weightsync.wire.transports import chunks
 from weightsync.wire.transports import nixl as nixl_transport
 from weightsync.wire.transports import shm as shm_transport
@@ -503,6 +506,12 @@ def settle(fact: Callable[[], bool]) -> None:
         assert time.monotonic() < deadline
         gc.collect()
         time.sleep(0.005)
+
+
+def forget_package(state: State, name: str) -> None:
+    """As if it was not installed here."""
+    sys.modules[name] = None  # type: ignore[assignment]  # what makes an import fail
+    registry.find_spec = lambda package: None if package == name else find_spec(package)
 
 
 # ---- other users

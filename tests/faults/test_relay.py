@@ -8,6 +8,7 @@ import pytest
 
 from tests import replicas, roles
 from tests.processes import Peer, eventually
+from weightsync.errors import TransportError
 
 SIZE = {"blocks": 8, "width": 512}
 RELAY = {"relay": "always", "transports": ("zmq",)}
@@ -286,3 +287,23 @@ def test_members_that_come_and_go_leave_nothing_behind(peer: Callable[[], Peer],
         others = [one[name]["threads"] - one[name]["pool"] for one in (early, late)]
         assert others[1] <= others[0] + 2 and late[name]["pool"] <= 8, (early, late)
         assert late[name]["files"] <= early[name]["files"] + 8, (early, late)
+
+
+def test_a_server_joins_where_nixl_is_not_installed(peer: Callable[[], Peer]) -> None:
+    publisher, server = peer(), peer()
+    address = publisher.call(roles.open_publisher, "tcp://127.0.0.1:0", size=SIZE, **RELAY)
+    server.call(roles.forget_package, "nixl")
+    server.call(roles.open_subscriber, address, size=SIZE)
+    publisher.call(roles.publish, 10, members=1)
+    assert server.call(roles.await_version, 1) == (1, 10)
+
+
+def test_a_data_host_that_is_not_here_is_named_and_leaves_nothing_open(peer: Callable[[], Peer]) -> None:
+    publisher, server = peer(), peer()
+    address = publisher.call(roles.open_publisher, "tcp://127.0.0.1:0", size=SIZE, **RELAY)
+    server.call(roles.make_model, size=SIZE)
+    before = server.call(roles.footprint)
+    with pytest.raises(TransportError, match=r"data_host='203\.0\.113\.7'"):
+        server.call(roles.subscribe, address, data_host="203.0.113.7")
+    eventually(lambda: server.call(roles.footprint)["files"] <= before["files"] + 1, "all is closed", 5.0)
+    server.call(roles.subscribe, address)
