@@ -33,8 +33,10 @@ import weightsync.wire.link
 from weightsync import _native
 from weightsync.errors import FencedError, SyncTimeoutError
 from weightsync.publisher import staging
+from weightsync.segment import Segment
 from weightsync.versioning.slots import SlotState
 from weightsync.wire import registry
+from weightsync.wire.transport import Environment, LocalSlot
 from weightsync.wire.transports import chunks
 from weightsync.wire.transports import nixl as nixl_transport
 from weightsync.wire.transports import shm as shm_transport
@@ -447,6 +449,30 @@ def serve_wrong_bytes(state: State) -> None:
         reply(self, route, request, status, data)
 
     zmq_transport.ZmqExporter._reply = spoiled  # type: ignore[method-assign]  # this process is for spoiling
+
+
+def close_while_the_peer_leaves(state: State) -> None:
+    """Close a zmq reader; its peer leaves as soon as the first monitor of a connection is closed."""
+    context = zmq.Context()
+    environment = Environment(context, None, "127.0.0.1", "0" * 32, 1, lambda instance: None)
+    memory, header = (Segment.create("test", 1 << 20) for _ in range(2))
+    exporter, reader = zmq_transport.ZmqExporter(environment), zmq_transport.ZmqReader(environment)
+    slot, page = (LocalSlot(one, one.map(writable=True), one.size) for one in (memory, header))
+    exporter.register([slot], page)
+    reader.connect(exporter.export(), 10.0)
+    first = reader._monitors[0]
+
+    def close() -> None:
+        first.close()
+        exporter.close()
+        context.term()
+        time.sleep(0.3)  # until the reader's connections have noticed
+
+    reader._monitors[0] = SimpleNamespace(close=close)  # type: ignore[call-overload]  # all that is called
+    reader.close()
+    for place in (slot, page):
+        place.mapping.close()
+        place.segment.close()
 
 
 # ---- raw sockets

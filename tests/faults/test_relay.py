@@ -307,3 +307,9 @@ def test_a_data_host_that_is_not_here_is_named_and_leaves_nothing_open(peer: Cal
         server.call(roles.subscribe, address, data_host="203.0.113.7")
     eventually(lambda: server.call(roles.footprint)["files"] <= before["files"] + 1, "all is closed", 5.0)
     server.call(roles.subscribe, address)
+
+
+def test_a_reader_closes_although_its_peer_leaves_at_that_moment(peer: Callable[[], Peer]) -> None:
+    reader = peer()
+    reader.tell(roles.close_while_the_peer_leaves)
+    reader.reply(timeout_s=10.0)
