@@ -96,11 +96,12 @@ class Peer:
 
     def join(self, code: int = 0) -> None:
         """Wait for the end of one that was asked to leave; assert the exit code."""
+        pid = self.pid
         self._process.join(DEADLINE_S)
         got = self._process.exitcode
         if got is None:
             self._end_by_force()
-        assert got == code, f"process {self.pid} exited with {got}, expected {code}"
+        assert got == code, f"process {pid} exited with {got} (None: it did not end), expected {code}"
         self._close()
 
     @property
