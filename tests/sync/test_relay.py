@@ -13,7 +13,7 @@ import torch
 
 import weightsync as ws
 from tests import roles
-from tests.processes import Peer
+from tests.processes import Peer, eventually
 from tests.replicas import Engine, open_rank
 from weightsync import Box, Shard
 from weightsync.errors import ConfigError, TransportError
@@ -51,6 +51,8 @@ class Fleet:
     def publish(self) -> SyncReport:
         """One more version, live and right everywhere."""
         self.publisher.wait_for_members(len(self.servers), 15)
+        holders = sum(server._holder is not None for server, _ in self.servers.values())
+        eventually(lambda: self._known_holders() == holders, "the coordinator knows who serves")
         for name, tensor in content(self.publisher.version + 1).items():
             self.trained[name].copy_(tensor)
         ticket = self.publisher.publish()
@@ -58,6 +60,14 @@ class Fleet:
         for name in self.servers:
             self.require(name, ticket.version)
         return ticket.wait("live", 15)
+
+    def _known_holders(self) -> int:
+        coordinator = self.publisher._coordinator
+        assert coordinator is not None
+        found: int = coordinator.look(
+            lambda fleet: sum(member.serves is not None for member in fleet.books.members.values())
+        )
+        return found
 
     def require(self, name: str, version: int) -> None:
         subscriber, served = self.servers[name]
